@@ -1,0 +1,43 @@
+# The whole developer interface: make train, make test, make checkstyle.
+# A virtual environment is made in .venv on first use. To use the Python you are in instead, with torch and DeepSpeed
+# already there: make train PYTHON=python3
+VENV    ?= .venv
+# Any torch from 2.11 to 2.14.
+TORCH   ?= torch==2.13.0
+ifdef PYTHON
+  SETUP :=
+else
+  PYTHON := $(VENV)/bin/python
+  SETUP  := $(VENV)/.installed
+endif
+BIN := $(dir $(shell command -v $(PYTHON) 2>/dev/null || echo $(PYTHON)))
+CUDA_FILES := $(wildcard ops/csrc/*.cuh ops/csrc/*.cu ops/csrc/*.cpp ops/csrc/*.h)
+
+.PHONY: train test test-gpu checkstyle format clean
+
+train: $(SETUP)  ## train bf16 and mxfp4 on the same text, end with a table and a picture
+	$(PYTHON) launch/train.py
+
+test: $(SETUP)  ## everything that runs here; GPU tests skip themselves without a GPU
+	$(PYTHON) -m pytest tests -q
+
+test-gpu: $(SETUP)
+	$(PYTHON) -m pytest tests/gpu -q
+
+checkstyle: $(SETUP)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m clang_format --dry-run --Werror $(CUDA_FILES)
+
+format: $(SETUP)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m clang_format -i $(CUDA_FILES)
+
+$(VENV)/.installed: pyproject.toml setup.py
+	python3 -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --upgrade pip setuptools wheel
+	$(VENV)/bin/python -m pip install --quiet "$(TORCH)" numpy
+	$(VENV)/bin/python -m pip install --quiet --no-build-isolation -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""`ds-fp4 run`: the `deepspeed` launcher for a script that does not import ds_fp4 itself.
+
+    ds-fp4 run [options of the deepspeed launcher] train.py [options of train.py]
+
+In a process that torchrun, mpirun or another launcher started, the script runs in that process:
+
+    torchrun --nproc-per-node 8 --no-python ds-fp4 run train.py ...
+    mpirun -np 16 ds-fp4 run train.py ...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ds_fp4.cli import run_script
+
+# Set by torchrun and the deepspeed launcher, Open MPI, and MPICH or Intel MPI.
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def launched() -> bool:
+    """Whether some launcher has already started this process as one rank of a job."""
+    return any(variable in os.environ for variable in _RANK_VARIABLES)
+
+
+def launcher_arguments(argv: list[str]) -> list[str]:
+    """Arguments for the deepspeed launcher that start `ds_fp4.cli.run_script` with the user's script as its argument."""
+    from deepspeed.launcher.runner import parse_args
+    parsed = parse_args(argv)
+    options = argv[:len(argv) - len(parsed.user_args) - 1]
+    if parsed.no_python:
+        raise SystemExit("ds-fp4 run: --no_python starts something that is not Python, where ds_fp4 cannot be imported; "
+                         "leave it out")
+    script = ["-m", parsed.user_script] if parsed.module else [parsed.user_script]
+    options = [option for option in options if option != "--module"]
+    return [*options, "--module", run_script.__name__, *script, *parsed.user_args]
+
+
+def main(argv: list[str]) -> int:
+    """Run `argv`, the words after `ds-fp4 run`."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0 if argv else 2
+    if launched():
+        run_script.main(argv)
+        return 0
+    from deepspeed.launcher.runner import main as launch
+    launch(launcher_arguments(argv))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

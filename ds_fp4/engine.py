@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""The hook on DeepSpeed's engine that `import ds_fp4` installs.
+
+`DeepSpeedEngine._configure_distributed_model` is the one place that every way of building an engine passes through
+(`deepspeed.initialize` however it was imported, Accelerate, the Hugging Face Trainer), where AutoEP's layers are
+already in and the optimizer is still to come. Around it:
+
+    before   plan: validate the block, find the layers, load the kernels; agree with all ranks  (nothing sent yet)
+    DeepSpeed's own method
+    after    apply: swap the layers' classes; rank 0 prints the summary
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger
+
+from ds_fp4 import compat
+from ds_fp4.all_to_all import make_legs
+from ds_fp4.config import BLOCK, ConfigError, DsFp4Config, LayerRecipe, ResolvedConfig, flatten, parse_block
+from ds_fp4.integrations import autoep, classic
+from ds_fp4.integrations.layers import MoELayer
+from ds_fp4.integrations.seam import restore_class, swap_class
+from ds_fp4.startup import Announcement, agree
+from ds_fp4.summary import log_summary
+from ds_fp4.version import __version__
+
+_HOOKED = "_configure_distributed_model"
+
+
+@dataclass
+class Plan:
+    """What ds_fp4 is going to do to one engine."""
+    config: DsFp4Config
+    layers: list[MoELayer]
+    recipes: dict[str, LayerRecipe]
+
+    @property
+    def compressed(self) -> list[MoELayer]:
+        """The layers whose traffic changes."""
+        return [layer for layer in self.layers if layer.ep_size > 1 and self.recipes[layer.name].changes_all_to_all]
+
+
+def install() -> None:
+    """Wrap the engine's method, once per process."""
+    original = getattr(DeepSpeedEngine, _HOOKED)
+    if getattr(original, "_ds_fp4_hook", False):
+        return
+
+    @functools.wraps(original)
+    def configure_distributed_model(self: DeepSpeedEngine, model: torch.nn.Module) -> Any:
+        plan = _plan_with_all_ranks(self, model)
+        result = original(self, model)
+        for layer in _find_layers(model):
+            # The model may come from an earlier engine that had another block.
+            restore_class(layer.module)
+        if plan is not None:
+            apply(plan)
+            log_summary(plan)
+        return result
+
+    configure_distributed_model._ds_fp4_hook = True
+    setattr(DeepSpeedEngine, _HOOKED, configure_distributed_model)
+
+
+def _plan_with_all_ranks(engine: DeepSpeedEngine, model: torch.nn.Module) -> Plan | None:
+    announcement = Announcement(version=__version__)
+    plan = None
+    cause = None
+    try:
+        plan = make_plan(engine._config._param_dict, model, device=engine.device, announcement=announcement)
+    except Exception as error:
+        cause = error
+        announcement.error = f"{type(error).__name__}: {error}"
+    try:
+        agree(announcement)
+    except Exception as error:
+        raise error from cause
+    return plan
+
+
+def make_plan(ds_config: dict, model: torch.nn.Module, device: torch.device, announcement: Announcement) -> Plan | None:
+    """Validate everything that can be before anything is sent; None if ds_fp4 is not enabled.
+
+    Args:
+        ds_config: the whole DeepSpeed configuration.
+        model: with AutoEP's layers already in place.
+        device: where the model will train.
+        announcement: filled in with what the other ranks have to know, as far as it is known when an error is raised.
+
+    Raises ConfigError for the block, RuntimeError for versions and kernels.
+    """
+    if BLOCK not in ds_config:
+        return None
+    config = parse_block(ds_config[BLOCK])
+    announcement.block = flatten(config)
+    if not config.enabled:
+        return None
+    compat.check_deepspeed()
+    layers = _find_layers(model)
+    announcement.moe_layers = len(layers)
+    if any(layer.implementation == "AutoEP" for layer in layers):
+        compat.check_transformers()
+    plan = Plan(config, layers, ResolvedConfig(config, [layer.name for layer in layers]).recipes)
+    _refuse_what_cannot_work(plan, ds_config)
+    if plan.compressed:
+        classic.install()
+        autoep.install()
+        if device.type == "cuda":
+            from ds_fp4 import ops
+            ops.load_kernels()
+    return plan
+
+
+def _find_layers(model: torch.nn.Module) -> list[MoELayer]:
+    return [*classic.find(model), *autoep.find(model)]
+
+
+def _refuse_what_cannot_work(plan: Plan, ds_config: dict) -> None:
+    if plan.config.checkpointing.enabled:
+        raise ConfigError(f"{BLOCK}.checkpointing.enabled = True: packed activation checkpointing is not part of ds_fp4 "
+                          f"{__version__}; set it to false")
+    faults = [f"{layer.name} ({layer.implementation}): {layer.obstacle}" for layer in plan.compressed if layer.obstacle]
+    if faults:
+        raise ConfigError("\n".join(faults))
+    if plan.compressed and ds_config.get("compile", {}).get("deepcompile"):
+        raise ConfigError("compile.deepcompile = True: DeepCompile traces through the MoE layers, whose codecs cannot be "
+                          f"traced. Set compile.deepcompile to false, or {BLOCK}.recipe to \"bf16\"")
+
+
+def apply(plan: Plan) -> None:
+    """Swap the classes of the layers whose traffic changes."""
+    for layer in plan.compressed:
+        swap_class(layer.module, layer.name, make_legs(plan.recipes[layer.name], layer.hidden))
+    if not plan.compressed and any(recipe.changes_all_to_all for recipe in plan.recipes.values()):
+        logger.warning(f"{BLOCK}: every MoE layer has expert-parallel size 1, so nothing is sent and no codec is used. Set "
+                       "ep_size (deepspeed.moe.layer.MoE) or expert_parallel.autoep_size above 1 to send tokens in MXFP4.")

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""What ds_fp4 needs to know of a MoE layer, whichever of DeepSpeed's implementations it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """One MoE layer of the model.
+
+    Attributes:
+        name: module name, as patterns in `ds_fp4.layers` see it.
+        module: the module whose class is swapped.
+        hidden: elements per token.
+        ep_size: ranks that share the layer's experts; 1 means that nothing is sent.
+        implementation: for messages.
+        obstacle: why no codec can reach this layer's traffic, and what to set instead; None if one can.
+    """
+    name: str
+    module: torch.nn.Module
+    hidden: int
+    ep_size: int
+    implementation: str
+    obstacle: str | None
