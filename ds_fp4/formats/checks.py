@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""Argument checks and outputs of the eight format calls, for the reference here and the kernels in `ds_fp4.ops` alike.
+
+Each `prepare_<call>` checks the call's arguments, raises ValueError that says what was expected and what came, and returns
+the outputs: those given as `out`, else new ones. Nothing here waits for a GPU: what can only be known from a tensor's
+values (an index in range, scales that are powers of two, group sizes that add up) is checked for host tensors only.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from . import columns, e4m3, ue8m0
+from .blocks import FP8_GROUP, MXFP4_BLOCK, SCALE_ROUNDINGS
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(dtype) for dtype in dtypes)
+
+
+def check_tensor(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype], device: torch.device | None, dims: int) -> None:
+    """`t` is a tensor of one of `dtypes`, on `device`, with `dims` dimensions, the last one of stride 1."""
+    if not isinstance(t, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(t).__name__}")
+    if t.dtype not in dtypes:
+        raise ValueError(f"{name} must be {_names(dtypes)}, got {t.dtype}")
+    if t.dim() != dims:
+        raise ValueError(f"{name} must have {dims} dimension(s), got shape {tuple(t.shape)}; reshape it first")
+    if device is not None and t.device != device:
+        raise ValueError(f"{name} must be on {device} like the input, got {t.device}")
+    if t.shape[-1] > 1 and t.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must have an inner stride of 1 (any row stride), got strides {tuple(t.stride())}; "
+            "pass a contiguous copy"
+        )
+
+
+def check_width(name: str, width: int, multiple: int) -> None:
+    if width == 0 or width % multiple:
+        raise ValueError(f"{name} must have a positive multiple of {multiple} columns, got {width}")
+
+
+def check_index(index: torch.Tensor | None, rows: int, device: torch.device) -> int:
+    """Number of output rows: `rows` without an index, else its length. Values in [-1, rows) on the host."""
+    if index is None:
+        return rows
+    check_tensor("index", index, (torch.int32,), device, 1)
+    if index.device.type == "cpu" and index.numel():
+        low, high = (int(v) for v in torch.aminmax(index))
+        if low < -1 or high >= rows:
+            raise ValueError(f"index must hold -1 or input rows 0 to {rows - 1}, got values from {low} to {high}")
+    return index.shape[0]
+
+
+def check_scale_rounding(scale_rounding: str) -> None:
+    if scale_rounding not in SCALE_ROUNDINGS:
+        allowed = ", ".join(repr(name) for name in SCALE_ROUNDINGS)
+        raise ValueError(f"scale_rounding must be one of {allowed}, got {scale_rounding!r}")
+
+
+def check_scale_dtype(scale_dtype: torch.dtype) -> None:
+    if scale_dtype not in ue8m0.SCALE_DTYPES:
+        raise ValueError(f"scale_dtype must be {_names(ue8m0.SCALE_DTYPES)} (uint8 is UE8M0), got {scale_dtype}")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"dtype must be {_names(FLOAT_DTYPES)}, got {dtype}")
+
+
+def check_shape(name: str, t: torch.Tensor, shape: Sequence[int]) -> None:
+    if tuple(t.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(t.shape)}")
+
+
+def check_fp4_rows(packed: torch.Tensor, scales: torch.Tensor) -> tuple[int, int]:
+    """Rows M and values a row K of MXFP4 input: packed uint8 [M, K/2], scales uint8 [M, K/32]."""
+    check_tensor("packed", packed, (torch.uint8,), None, 2)
+    check_width("packed", packed.shape[1], MXFP4_BLOCK // 2)
+    check_tensor("scales", scales, (torch.uint8,), packed.device, 2)
+    m, k = packed.shape[0], packed.shape[1] * 2
+    check_shape("scales", scales, (m, k // MXFP4_BLOCK))
+    return m, k
+
+
+def check_fp8_rows(q: torch.Tensor, scales: torch.Tensor) -> tuple[int, int]:
+    """Rows M and values a row K of FP8 input: q e4m3 or uint8 [M, K], scales float32 or uint8 [M, ceil(K/128)]."""
+    check_tensor("q", q, e4m3.CODE_DTYPES, None, 2)
+    check_width("q", q.shape[1], 1)
+    check_tensor("scales", scales, ue8m0.SCALE_DTYPES, q.device, 2)
+    m, k = q.shape
+    check_shape("scales", scales, (m, -(-k // FP8_GROUP)))
+    if scales.dtype == torch.float32 and scales.device.type == "cpu":
+        bad = scales[~ue8m0.are_powers_of_two(scales)]
+        if bad.numel():
+            raise ValueError(
+                f"scales must be positive powers of two (or NaN), got {bad[0].item()!r}; "
+                "quantize with bf16_to_fp8_row, which makes such scales"
+            )
+    return m, k
+
+
+def _check_out(name: str, t: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+    check_tensor(name, t, dtypes, device, len(shape))
+    check_shape(name, t, shape)
+    if len(shape) == 2 and shape[0] > 1 and t.stride(0) < shape[1]:
+        raise ValueError(f"{name} must not have rows that overlap, got strides {tuple(t.stride())}")
+
+
+def _output(
+    out: torch.Tensor | None, shape: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+) -> torch.Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=dtypes[0], device=device)
+    _check_out("out", out, shape, dtypes, device)
+    return out
+
+
+def _output_pair(out, names, shapes, dtypes, device: torch.device) -> Pair:
+    if out is None:
+        first, second = (torch.empty(s, dtype=d[0], device=device) for s, d in zip(shapes, dtypes, strict=True))
+        return first, second
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        got = f"{len(out)} of them" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise ValueError(f"out must be the pair ({names[0]}, {names[1]}), got {got}")
+    for name, t, shape, allowed in zip(names, out, shapes, dtypes, strict=True):
+        _check_out(f"out's {name}", t, shape, allowed, device)
+    return out[0], out[1]
+
+
+def _fp4_outputs(rows: int, k: int, device: torch.device, out: Pair | None) -> Pair:
+    shapes = ((rows, k // 2), (rows, k // MXFP4_BLOCK))
+    return _output_pair(out, ("packed", "scales"), shapes, ((torch.uint8,), (torch.uint8,)), device)
+
+
+def _fp8_outputs(rows: int, k: int, scale_dtype: torch.dtype, device: torch.device, out: Pair | None) -> Pair:
+    shapes = ((rows, k), (rows, -(-k // FP8_GROUP)))
+    return _output_pair(out, ("q", "scales"), shapes, (e4m3.CODE_DTYPES, (scale_dtype,)), device)
+
+
+def prepare_bf16_to_fp4_row(
+    x: torch.Tensor, scale_rounding: str, index: torch.Tensor | None, out: Pair | None
+) -> Pair:
+    check_tensor("x", x, FLOAT_DTYPES, None, 2)
+    check_width("x", x.shape[1], MXFP4_BLOCK)
+    check_scale_rounding(scale_rounding)
+    return _fp4_outputs(check_index(index, x.shape[0], x.device), x.shape[1], x.device, out)
+
+
+def prepare_fp4_row_to_bf16(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    dtype: torch.dtype,
+    index: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    m, k = check_fp4_rows(packed, scales)
+    check_dtype(dtype)
+    return _output(out, (check_index(index, m, packed.device), k), (dtype,), packed.device)
+
+
+def prepare_bf16_to_fp8_row(
+    x: torch.Tensor, scale_dtype: torch.dtype, index: torch.Tensor | None, out: Pair | None
+) -> Pair:
+    check_tensor("x", x, FLOAT_DTYPES, None, 2)
+    check_width("x", x.shape[1], 1)
+    check_scale_dtype(scale_dtype)
+    return _fp8_outputs(check_index(index, x.shape[0], x.device), x.shape[1], scale_dtype, x.device, out)
+
+
+def prepare_fp8_row_to_bf16(
+    q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, index: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    m, k = check_fp8_rows(q, scales)
+    check_dtype(dtype)
+    return _output(out, (check_index(index, m, q.device), k), (dtype,), q.device)
+
+
+def prepare_fp8_row_to_fp4_row(
+    q: torch.Tensor, scales: torch.Tensor, scale_rounding: str, index: torch.Tensor | None, out: Pair | None
+) -> Pair:
+    m, k = check_fp8_rows(q, scales)
+    check_width("q", k, MXFP4_BLOCK)
+    check_scale_rounding(scale_rounding)
+    return _fp4_outputs(check_index(index, m, q.device), k, q.device, out)
+
+
+def prepare_fp4_row_to_fp8_row(
+    packed: torch.Tensor, scales: torch.Tensor, scale_dtype: torch.dtype, index: torch.Tensor | None, out: Pair | None
+) -> Pair:
+    m, k = check_fp4_rows(packed, scales)
+    check_scale_dtype(scale_dtype)
+    return _fp8_outputs(check_index(index, m, packed.device), k, scale_dtype, packed.device, out)
+
+
+def _column_outputs(
+    rows: int, k: int, group_sizes: torch.Tensor, padded_rows: int | None, device: torch.device, out: Pair | None
+) -> tuple[columns.ColumnLayout, Pair]:
+    check_tensor("group_sizes", group_sizes, (torch.int32,), device, 1)
+    if padded_rows is not None and (not isinstance(padded_rows, int) or padded_rows < 0 or padded_rows % FP8_GROUP):
+        raise ValueError(f"padded_rows must be a multiple of {FP8_GROUP} (an int), got {padded_rows!r}")
+    if group_sizes.device.type == "cpu":
+        sizes = group_sizes.tolist()
+        if min(sizes, default=0) < 0 or sum(sizes) != rows:
+            raise ValueError(f"group_sizes must be non-negative and add up to the {rows} rows, got {sizes}")
+        needed = sum(columns.padded_sizes(sizes))
+        if padded_rows not in (None, needed):
+            raise ValueError(f"padded_rows must be {needed} for group_sizes {sizes}, got {padded_rows}")
+    layout = columns.ColumnLayout.of(group_sizes, padded_rows)
+    shapes = ((k * layout.padded_rows,), (k, layout.padded_rows // FP8_GROUP))
+    return layout, _output_pair(out, ("q", "scales"), shapes, (e4m3.CODE_DTYPES, (torch.float32,)), device)
+
+
+def prepare_fp4_row_to_fp8_col(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    group_sizes: torch.Tensor,
+    padded_rows: int | None,
+    index: torch.Tensor | None,
+    out: Pair | None,
+) -> tuple[columns.ColumnLayout, Pair]:
+    m, k = check_fp4_rows(packed, scales)
+    rows = check_index(index, m, packed.device)
+    return _column_outputs(rows, k, group_sizes, padded_rows, packed.device, out)
+
+
+def prepare_fp8_row_to_fp8_col(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    group_sizes: torch.Tensor,
+    padded_rows: int | None,
+    index: torch.Tensor | None,
+    out: Pair | None,
+) -> tuple[columns.ColumnLayout, Pair]:
+    m, k = check_fp8_rows(q, scales)
+    rows = check_index(index, m, q.device)
+    return _column_outputs(rows, k, group_sizes, padded_rows, q.device, out)
