@@ -2,13 +2,15 @@
 # ds_fp4 Team
 """Formats in plain PyTorch: the specification that the CUDA kernels are tested against, bit for bit.
 
-One place for each rule: `e2m1`, `e4m3`, `ue8m0` (codes and scales), `blocks` (which scale), `mxfp4`, `fp8` (rows), `convert` (from one format to
-another without a wider type in between), `columns` (the layout of weight-gradient operands), `checks` (arguments).
+One place for each rule: `e2m1`, `e4m3`, `ue8m0` (codes and scales), `blocks` (which scale), `mxfp4`, `fp8` (rows),
+`convert` (from one format to another without a wider type in between), `columns` (the layout of weight-gradient
+operands), `checks` (arguments).
 `ds_fp4.ops` exports the same calls, with kernels for CUDA tensors. docs/formats.md is the prose.
 """
 
 from .blocks import FP8_GROUP, MXFP4_BLOCK, SCALE_ROUNDINGS
 from .columns import ColumnLayout, column_blocks, padded_sizes
+from .convert import fp4_row_to_fp8_col, fp4_row_to_fp8_row, fp8_row_to_fp4_row, fp8_row_to_fp8_col
 from .fp8 import bf16_to_fp8_row, fp8_row_to_bf16
 from .mxfp4 import bf16_to_fp4_row, fp4_row_to_bf16
 
@@ -21,6 +23,10 @@ __all__ = [
     "bf16_to_fp8_row",
     "column_blocks",
     "fp4_row_to_bf16",
+    "fp4_row_to_fp8_col",
+    "fp4_row_to_fp8_row",
     "fp8_row_to_bf16",
+    "fp8_row_to_fp4_row",
+    "fp8_row_to_fp8_col",
     "padded_sizes",
 ]

@@ -2,9 +2,10 @@
 # ds_fp4 Team
 """Argument checks and outputs of the eight format calls, for the reference here and the kernels in `ds_fp4.ops` alike.
 
-Each `prepare_<call>` checks the call's arguments, raises ValueError that says what was expected and what came, and returns
-the outputs: those given as `out`, else new ones. Nothing here waits for a GPU: what can only be known from a tensor's
-values (an index in range, scales that are powers of two, group sizes that add up) is checked for host tensors only.
+Each `prepare_<call>` checks the call's arguments, raises ValueError that says what was expected and what came, and
+returns the outputs: those given as `out`, else new ones. Nothing here waits for a GPU, the sum of group sizes where
+`padded_rows` is not given apart: what can only be known from a tensor's values (an index in range, scales that are
+powers of two, group sizes that add up) is checked for host tensors only.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(dtype) for dtype in dtypes)
 
 
-def check_tensor(name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype], device: torch.device | None, dims: int) -> None:
+def check_tensor(
+    name: str, t: torch.Tensor, dtypes: Sequence[torch.dtype], device: torch.device | None, dims: int
+) -> None:
     """`t` is a tensor of one of `dtypes`, on `device`, with `dims` dimensions, the last one of stride 1."""
     if not isinstance(t, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(t).__name__}")
@@ -105,7 +108,9 @@ def check_fp8_rows(q: torch.Tensor, scales: torch.Tensor) -> tuple[int, int]:
     return m, k
 
 
-def _check_out(name: str, t: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+def _check_out(
+    name: str, t: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+) -> None:
     check_tensor(name, t, dtypes, device, len(shape))
     check_shape(name, t, shape)
     if len(shape) == 2 and shape[0] > 1 and t.stride(0) < shape[1]:

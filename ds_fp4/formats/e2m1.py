@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""E2M1, the 4-bit element of MXFP4 (OCP MX specification 1.0, section 5.3.3): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and negatives.
+"""E2M1, the 4-bit element of MXFP4 (OCP MX specification 1.0, section 5.3.3): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and -0 to -6.
 
 Two codes share a byte, the even index in the low nibble, as in `torch.float4_e2m1fn_x2`.
 """
@@ -33,7 +33,7 @@ def encode_scaled(scaled: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """
     below_one = (scaled.clamp(_EIGHTH_BITS, _ONE_BITS).view(torch.float32) + _HALF_STEPS).view(torch.int32)
     below_one -= _HALF_STEPS_BITS
-    # From 1 on the code is the top of the bit pattern. Below 1 this falls short of `below_one`, which from 1 on is 2, so that
+    # From 1 on the code is the top of the bit pattern. Below 1 this falls short of `below_one`, which from 1 on is 2:
     # the larger of the two is right everywhere.
     from_one = (scaled >> _DROPPED_BITS) & 1
     from_one += scaled

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""E4M3, the 8-bit element of the FP8 format (`torch.float8_e4m3fn`): no infinities, largest value 448, NaN 0x7F and 0xFF."""
+"""E4M3, the 8-bit element of the FP8 format (`torch.float8_e4m3fn`): largest 448, no infinities, NaN 0x7F and 0xFF."""
 
 import torch
 
@@ -28,8 +28,8 @@ def encode_scaled(scaled: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         scaled: int32, ordered bits (`fp32.scaled`) of the scaled magnitudes.
         bits: int32, same shape, whose top bit is the sign.
     """
-    # Within these bounds torch's own cast follows the rule on every device and torch version (the tests go through all
-    # of its rounding boundaries): what differs between versions is overflow, what differs between devices is subnormals.
+    # Within these bounds torch's own cast follows the rule on every device and version (the tests go through all of
+    # its rounding boundaries): versions differ in overflow, devices in subnormals, and neither occurs.
     bounded = scaled.clamp(_TINY_BITS, _MAX_BITS)
     bounded |= bits & ~fp32.MAGNITUDE_MASK
     return bounded.view(torch.float32).to(torch.float8_e4m3fn).view(torch.uint8)

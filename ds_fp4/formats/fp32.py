@@ -2,8 +2,9 @@
 # ds_fp4 Team
 """FP32 bit patterns of input values, where the quantizers take exponents and round.
 
-`ordered` bits extend FP32's normal encoding below its smallest exponent: bits >> 23 minus 127 is floor(log2 |v|) for every
-value, subnormals included, and the low 23 bits are its mantissa. Scaling by a power of two is then an integer addition.
+`ordered` bits extend FP32's normal encoding below its smallest exponent: bits >> 23 minus 127 is floor(log2 |v|) for
+every value, subnormals included, and the low 23 bits are its mantissa. Scaling by a power of two is an integer
+addition.
 """
 
 import torch
@@ -45,8 +46,8 @@ def scaled(magnitude: torch.Tensor, exponent: torch.Tensor, block: int) -> torch
         block: values that share an exponent.
 
     Returns:
-        int32 [M, K]: ordered bits of the scaled magnitudes. Where a result is under 2^-10, which rounds to zero in E2M1
-        and E4M3 alike, only its being under 2^-10 is exact.
+        int32 [M, K]: ordered bits of the scaled magnitudes. Of a result under 2^-10, which rounds to zero in E2M1 and
+        E4M3 alike, no more than that is right.
     """
     m, k = magnitude.shape
     # A subnormal is under 2^-126: it rounds to zero, whatever its bits mean, unless the block's exponent is this low.

@@ -53,7 +53,7 @@ def bf16_to_fp8_row(
     return result
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _decode_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[278 exponents -149..128 * 256 codes]: decoded values as integers; the last exponent stands for NaN."""
     fmt = minifloat.OF_DTYPE[dtype]
@@ -75,7 +75,7 @@ def fp8_row_to_bf16(
 ) -> torch.Tensor:
     """Decode FP8 rows: E4M3 value * scale, rounded to `dtype` (to nearest, ties to even).
 
-    Products too large saturate at the dtype's largest value. NaN codes, and scales that are NaN (UE8M0 0xFF, FP32 NaN or
+    Products too large saturate at the dtype's largest value. NaN codes, and NaN scales (UE8M0 0xFF, FP32 NaN or
     infinity), give NaN.
 
     Args:
@@ -89,7 +89,7 @@ def fp8_row_to_bf16(
         [R, K] of `dtype`.
 
     Raises:
-        ValueError: on a wrong shape, dtype, device, stride or index, or (host tensors) a scale that is no power of two.
+        ValueError: on a wrong shape, dtype, device, stride or index, or (host tensors) a scale no power of two.
     """
     out = checks.prepare_fp8_row_to_bf16(q, scales, dtype, index, out)
     table = _decode_table(dtype, q.device)

@@ -20,15 +20,15 @@ def bf16_to_fp4_row(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize rows to MXFP4.
 
-    The scale of a block is 2^(floor(log2 amax') - 2), amax' being the block's largest magnitude after `scale_rounding`,
-    with an exponent clamped to [-127, 127]; a value is divided by it and rounded to nearest, ties to even, saturating at
-    6. A zero block gets scale byte 0 and keeps the signs of its zeros; a block that holds a NaN or an infinity gets
-    scale byte 0xFF and codes 0.
+    A block's scale is 2^(floor(log2 amax') - 2), amax' being the block's largest magnitude after `scale_rounding`
+    (see `blocks.SCALE_ROUNDINGS`), with an exponent clamped to [-127, 127]; a value is divided by it and rounded to
+    nearest, ties to even, saturating at 6. A zero block gets scale byte 0 and keeps the signs of its zeros; a block
+    that holds a NaN or an infinity gets scale byte 0xFF and codes 0.
 
-    The bits equal torchao's `to_mx(x, torch.float4_e2m1fn_x2, 32, mode)` for finite blocks with amax >= 2^-120, with one
-    exception: in mode rceil torchao takes log2 in FP32, which for FP32 input cannot tell amax a few units above 6 * 2^n
-    from 6 * 2^n. Here the smallest scale that needs no saturation is found exactly. Below 2^-120 torchao treats subnormal
-    numbers as the device does; here the rule holds for them too.
+    The bits equal torchao's `to_mx(x, torch.float4_e2m1fn_x2, 32, mode)` for finite blocks with amax >= 2^-120, with
+    one exception: in mode rceil torchao takes log2 in FP32, which for FP32 input cannot tell amax a few units above
+    6 * 2^n from 6 * 2^n. Here the smallest scale that needs no saturation is found exactly. Below 2^-120 torchao
+    divides by at least 2^-126 and gives subnormal maxima no exponent of their own; here the rule holds for them too.
 
     Args:
         x: BF16, FP16 or FP32 [M, K], K a multiple of 32, inner stride 1, any row stride.
@@ -58,7 +58,7 @@ def bf16_to_fp4_row(
     return packed, scales
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _decode_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[256 scale bytes * 256 packed bytes]: both decoded values as one integer, the even one in the low half."""
     fmt = minifloat.OF_DTYPE[dtype]

@@ -12,7 +12,7 @@ _VALUES_PER_PIECE = {"cuda": 1 << 23, "cpu": 1 << 18}
 
 
 def pieces(rows: int, width: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
-    """Consecutive slices of `rows` rows of `width` values, each a multiple of `multiple` rows long, the last one apart."""
+    """Consecutive slices of `rows` rows of `width` values; all but the last have a multiple of `multiple` rows."""
     limit = _VALUES_PER_PIECE.get(device.type, _VALUES_PER_PIECE["cpu"])
     step = max(limit // max(width, 1) // multiple, 1) * multiple
     for start in range(0, rows, step):
@@ -29,7 +29,7 @@ def take(source: torch.Tensor, index: torch.Tensor | None, piece: slice, fill: i
     return source.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], fill)
 
 
-def pad_columns(t: torch.Tensor, multiple: int) -> torch.Tensor:
-    """`t` [M, K] itself, or zero-padded on the right to the next multiple of `multiple` columns."""
+def pad_columns(t: torch.Tensor, multiple: int, fill: int = 0) -> torch.Tensor:
+    """`t` [M, K] itself, or padded on the right with `fill` to the next multiple of `multiple` columns."""
     missing = -t.shape[1] % multiple
-    return torch.nn.functional.pad(t, (0, missing)) if missing else t
+    return torch.nn.functional.pad(t, (0, missing), value=fill) if missing else t

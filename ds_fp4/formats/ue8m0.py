@@ -48,7 +48,7 @@ def are_powers_of_two(scales: torch.Tensor) -> torch.Tensor:
 
 
 def store(exponent: torch.Tensor, out: torch.Tensor) -> None:
-    """Write scales 2^exponent (int32, at least `min_exponent(out.dtype)`, at most 127) into `out` (uint8 or float32)."""
+    """Write scales 2^exponent (int32, from `min_exponent(out.dtype)` to 127) into `out` (uint8 or float32)."""
     if out.dtype == torch.uint8:
         out.copy_((exponent + UE8M0_BIAS).to(torch.uint8))
         return
