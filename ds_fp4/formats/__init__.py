@@ -4,8 +4,8 @@
 
 One place for each rule: `e2m1`, `e4m3`, `ue8m0` (codes and scales), `blocks` (which scale), `mxfp4`, `fp8` (rows),
 `convert` (from one format to another without a wider type in between), `columns` (the layout of weight-gradient
-operands), `checks` (arguments).
-`ds_fp4.ops` exports the same calls, with kernels for CUDA tensors. docs/formats.md is the prose.
+operands), `checks` (arguments). `ds_fp4.ops` exports the same calls, with kernels for CUDA tensors. docs/formats.md
+says it in words.
 """
 
 from .blocks import FP8_GROUP, MXFP4_BLOCK, SCALE_ROUNDINGS

@@ -2,8 +2,8 @@
 # ds_fp4 Team
 """How many values share a scale, and the scale that a block's largest magnitude calls for.
 
-Each rule is an addition to FP32 bits: floor(log2) of a positive number is its exponent field, and adding a constant below
-one unit of that field first carries into it from a chosen significand on.
+Each rule is an addition to FP32 bits: floor(log2) of a positive number is its exponent field, and adding a constant
+below one unit of that field first carries into it from a chosen significand on.
 """
 
 import torch

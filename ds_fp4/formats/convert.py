@@ -97,8 +97,8 @@ def fp4_row_to_fp8_row(
     rounded to nearest, ties to even: exact while s* - s <= 14, beyond that off by at most 2^-10 scales. A block of
     0xFF becomes NaN codes; a group of nothing else gets exponent -127.
 
-    Only scale bytes decide the scale: a group of zero codes with scale bytes 0 gets 2^-133 as FP32. A row whose index is
-    -1 gets zero codes and exponent -127.
+    Only scale bytes decide the scale: a group of zero codes with scale bytes 0 gets 2^-133 as FP32. A row whose index
+    is -1 gets zero codes and exponent -127.
 
     Args:
         packed: uint8 [M, K/2], K a multiple of 32. Inner stride 1, any row stride, as for all arguments.
@@ -192,7 +192,7 @@ def _source_rows(layout: ColumnLayout, index: torch.Tensor | None) -> torch.Tens
 
 
 def _tile_maxima(exponent: torch.Tensor, left_out: torch.Tensor) -> torch.Tensor:
-    """Largest exponent (int32 [tiles, C]) of each 128 rows of `exponent` [tiles * 128, C]; _NONE where all are left out."""
+    """Largest exponent (int32 [tiles, C]) of each 128 rows of `exponent` [tiles * 128, C], or _NONE."""
     candidates = exponent.masked_fill(left_out, _NONE)
     return candidates.view(-1, TILE_ROWS, exponent.shape[1]).amax(1)
 

@@ -31,24 +31,24 @@ def encode_scaled(scaled: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
         scaled: int32, ordered bits (`fp32.scaled`) of the scaled magnitudes.
         bits: int32, same shape, whose top bit is the sign.
     """
-    below_one = (scaled.clamp(_EIGHTH_BITS, _ONE_BITS).view(torch.float32) + _HALF_STEPS).view(torch.int32)
+    below_one = scaled.clamp(_EIGHTH_BITS, _ONE_BITS).view(torch.float32).add_(_HALF_STEPS).view(torch.int32)
     below_one -= _HALF_STEPS_BITS
     # From 1 on the code is the top of the bit pattern. Below 1 this falls short of `below_one`, which from 1 on is 2:
     # the larger of the two is right everywhere.
-    from_one = (scaled >> _DROPPED_BITS) & 1
+    from_one = (scaled >> _DROPPED_BITS).bitwise_and_(1)
     from_one += scaled
     from_one += (1 << (_DROPPED_BITS - 1)) - 1
     from_one >>= _DROPPED_BITS
     from_one -= (fp32.EXPONENT_BIAS - 1) << E2M1.mantissa_bits
     code = torch.maximum(below_one, from_one).clamp_(max=E2M1.max_code)
-    code |= (bits >> 28) & E2M1_SIGN
+    code |= (bits >> 28).bitwise_and_(E2M1_SIGN)
     return code.to(torch.uint8)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """uint8 [..., K / 2] of codes (uint8 [..., K], contiguous), the even index in the low nibble."""
     pairs = codes.view(torch.int16)  # little endian: the even code is the low byte
-    return (pairs | (pairs >> 4)).to(torch.uint8)
+    return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
 
 
 def byte_values() -> torch.Tensor:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-# Values a piece may hold. A quantizer keeps about eight int32 temporaries of it: 256 MiB on a GPU; on the host a piece
-# that stays in the cache is faster.
-_VALUES_PER_PIECE = {"cuda": 1 << 23, "cpu": 1 << 18}
+# Values a piece may hold. A quantizer keeps up to eight int32 temporaries of it: 256 MiB on a GPU, 32 MiB on the host.
+_VALUES_PER_PIECE = {"cuda": 1 << 23, "cpu": 1 << 20}
 
 
 def pieces(rows: int, width: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
