@@ -31,7 +31,8 @@ class RankFailure(AssertionError):
         super().__init__("\n".join(f"--- rank {rank}:\n{error}" for rank, error in enumerate(errors) if error))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -100,7 +101,7 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 
     """
     context = _context()
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        port = free_port()
         processes = [
             context.Process(target=_rank_main,
                             args=(rank, world_size, port, folder, env or {}, function, args, joins))
