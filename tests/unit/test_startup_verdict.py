@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""The verdict over all ranks' announcements, and what the summary and the version check say."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_fp4 import compat
+from ds_fp4.config import flatten, parse_block
+from ds_fp4.startup import Announcement, judge, start_timeout
+from ds_fp4.summary import shorten
+
+
+def _announce(block: dict | None = None, **fields) -> Announcement:
+    flat = flatten(parse_block(block)) if block is not None else {}
+    return Announcement(**{"version": "1", "block": flat, "moe_layers": 2, **fields})
+
+
+ON = {"enabled": True}
+
+
+def test_agreement():
+    assert judge([_announce(ON)] * 3) is None
+    assert judge([_announce(None, moe_layers=0)] * 3) is None
+    assert judge([_announce({"enabled": False}), _announce(None)]) is None
+
+
+def test_each_difference_is_a_line_with_values_and_ranks():
+    verdict = judge([_announce(ON), _announce({**ON, "recipe": "fp8"}), _announce(ON), _announce(ON)])
+    assert '  ds_fp4.recipe: "mxfp4" on ranks 0, 2-3; "fp8" on rank 1' in verdict.splitlines()
+    assert '  ds_fp4.all_to_all.dispatch_forward: "mxfp4" on ranks 0, 2-3; "fp8" on rank 1' in verdict.splitlines()
+
+
+def test_versions_must_match():
+    assert 'version of ds_fp4: "1" on rank 0; "2" on rank 1' in judge([_announce(ON), _announce(ON, version="2")])
+
+
+def test_errors_come_before_differences_and_are_grouped():
+    verdict = judge([_announce(ON), _announce(None, error="broken"), _announce(None, error="broken")])
+    assert verdict == "ranks 1-2: broken"
+
+
+def test_missing_ranks_matter_only_where_ds_fp4_is_enabled():
+    assert judge([_announce(None), None]) is None
+    verdict = judge([_announce(ON), None, None], timeout=7)
+    assert "ranks 1-2 are missing: no announcement within 7 s" in verdict
+
+
+def test_pipeline_stages_without_moe_layers_are_fine_if_another_has_some():
+    assert judge([_announce(ON, moe_layers=0), _announce(ON, moe_layers=1)]) is None
+    assert "no MoE layer" in judge([_announce(ON, moe_layers=0)] * 2)
+
+
+@pytest.mark.parametrize("text", ("soon", "-1", "0", "nan"))
+def test_a_wrong_timeout_is_refused(text, monkeypatch):
+    monkeypatch.setenv("DS_FP4_START_TIMEOUT", text)
+    with pytest.raises(ValueError, match="expected a number of seconds above 0"):
+        start_timeout()
+
+
+@pytest.mark.parametrize("found, accepted", [("0.19.2", True), ("0.19.8", True), ("0.19.8+cu130", True), ("0.19.1", False),
+                                             ("0.19.9", False), ("0.20.0", False), ("0.9.9", False)])
+def test_deepspeed_releases(found, accepted, monkeypatch):
+    monkeypatch.delenv(compat.SKIP_VARIABLE, raising=False)
+    monkeypatch.setattr("deepspeed.__version__", found)
+    if accepted:
+        compat.check_deepspeed()
+    else:
+        with pytest.raises(RuntimeError, match=f"tested with deepspeed 0.19.2 to 0.19.8, but deepspeed {found} is installed"):
+            compat.check_deepspeed()
+
+
+@pytest.mark.parametrize("found, accepted", [("5.12.0", True), ("5.22.2", True), ("5.23.0", False), ("4.57.6", False)])
+def test_transformers_releases(found, accepted, monkeypatch):
+    monkeypatch.delenv(compat.SKIP_VARIABLE, raising=False)
+    monkeypatch.setattr(compat, "version", lambda package: found)
+    if accepted:
+        compat.check_transformers()
+    else:
+        with pytest.raises(RuntimeError, match=f"transformers {found} is installed"):
+            compat.check_transformers()
+
+
+def test_layer_names_are_shortened():
+    assert shorten(["m.0.a", "m.1.a", "m.3.a", "head"]) == "m.{0-1,3}.a, head"
+    assert shorten(["m.5.a"]) == "m.5.a"
