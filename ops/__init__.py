@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""Conversions between BF16 (FP16, FP32), MXFP4 and FP8, the same for host tensors and CUDA tensors, bit for bit.
+
+    conversions   the calls: checks, outputs, then the reference or a kernel
+    kernels       what each CUDA kernel is launched with
+    backends      which way of compiling them is in use: `builder` (nvcc) or `nvrtc` (CuPy)
+    cache         where compiled kernels are kept, safely for many processes and nodes
+    csrc/         the kernels
+
+Importing this compiles nothing and does not touch CUDA. The first call on a CUDA tensor, or `load_kernels()`, does.
+"""
+
+from ds_fp4.ops.backends import describe_kernels, load_kernels
+from ds_fp4.ops.conversions import (
+    bf16_to_fp4_row,
+    bf16_to_fp8_row,
+    fp4_row_to_bf16,
+    fp4_row_to_fp8_col,
+    fp4_row_to_fp8_row,
+    fp8_row_to_bf16,
+    fp8_row_to_fp4_row,
+    fp8_row_to_fp8_col,
+)
+
+__all__ = [
+    "bf16_to_fp4_row",
+    "bf16_to_fp8_row",
+    "describe_kernels",
+    "fp4_row_to_bf16",
+    "fp4_row_to_fp8_col",
+    "fp4_row_to_fp8_row",
+    "fp8_row_to_bf16",
+    "fp8_row_to_fp4_row",
+    "fp8_row_to_fp8_col",
+    "load_kernels",
+]
