@@ -41,6 +41,8 @@ def free_port() -> int:
 def _context():
     context = multiprocessing.get_context("forkserver")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Asking the driver whether there is a GPU would leave its state behind in the server, which no fork survives.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context.set_forkserver_preload(_PRELOAD)
     return context
 
