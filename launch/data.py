@@ -158,8 +158,8 @@ def held_out_rows(tokens: np.ndarray, seq_len: int, eval_tokens: int) -> torch.T
     if not 1 <= wanted <= available:
         raise ValueError(
             f"--eval-tokens {eval_tokens:,} makes {wanted} rows of {seq_len} tokens, but 1 to {available} were "
-            f"expected: the held-out text has {len(tokens):,} tokens. Set --eval-tokens to {seq_len:,}..{available * seq_len:,}, "
-            f"or give more text with --data."
+            f"expected: the held-out text has {len(tokens):,} tokens. Set --eval-tokens to "
+            f"{seq_len:,}..{available * seq_len:,}, or give more text with --data."
         )
     starts = np.linspace(0, available - 1, wanted).round().astype(np.int64) * seq_len
     return torch.from_numpy(np.stack([tokens[s : s + seq_len + 1] for s in starts]).astype(np.int64))

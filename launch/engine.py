@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import math
 import os
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import log_dist
 
 from launch.model import build_model, choose_ep_size, expert_count, load_config, use_classic_moe
 
@@ -52,12 +55,33 @@ def find_json(name: str, folder: str) -> Path:
     raise ValueError(f"{name}: neither a file (looked from {os.getcwd()}) nor one of configs/{folder}: {known}.")
 
 
-def deepspeed_config(args: argparse.Namespace, recipe: str, experts: int, world_size: int) -> tuple[dict, int]:
-    """The recipe's JSON with the command line's choices filled in, and the expert-parallel size.
+def divide_batch(batch: int, largest_micro: int, world_size: int) -> tuple[int, int, int]:
+    """Global batch, micro-batch and accumulation steps for `world_size` processes.
 
-    The global batch stays as it is whatever the number of processes; the micro-batch is lowered to the next size that
-    divides a process's share, and gradient accumulation makes up for the rest.
+    The global batch stays as asked for where it divides evenly; the micro-batch is then the largest one allowed that
+    divides a process's share. Else the global batch is rounded up to one that divides, and a warning says so.
     """
+    if batch < 1 or largest_micro < 1:
+        raise ValueError(
+            f"Batch sizes must be at least 1, but --batch-size is {batch}, --micro-batch-size {largest_micro}."
+        )
+    share, rest = divmod(batch, world_size)
+    if not rest:
+        micro = next(size for size in range(min(largest_micro, share), 0, -1) if share % size == 0)
+        return batch, micro, share // micro
+    accumulation = math.ceil(batch / (world_size * largest_micro))
+    micro = math.ceil(batch / (world_size * accumulation))
+    rounded = micro * accumulation * world_size
+    log_dist(
+        f"{batch} rows are no multiple of {world_size} processes: each step takes {rounded} rows.",
+        ranks=[0],
+        level=logging.WARNING,
+    )
+    return rounded, micro, accumulation
+
+
+def deepspeed_config(args: argparse.Namespace, recipe: str, experts: int, world_size: int) -> tuple[dict, int]:
+    """The recipe's JSON with the command line's choices filled in, and the expert-parallel size."""
     path = find_json(recipe, args.moe)
     config = json.loads(path.read_text())
     ep_size = choose_ep_size(args.ep_size, experts, world_size)
@@ -70,16 +94,13 @@ def deepspeed_config(args: argparse.Namespace, recipe: str, experts: int, world_
     elif "expert_parallel" in config:
         raise ValueError(f'{path}: --moe classic excludes an "expert_parallel" block. Remove it, or use --moe autoep.')
 
-    batch = args.batch_size or config["train_batch_size"]
-    share, rest = divmod(batch, world_size)
-    if rest or not share:
-        raise ValueError(
-            f"--batch-size {batch} must be a multiple of the {world_size} processes, which get as many rows each."
-        )
-    largest = args.micro_batch_size or config["train_micro_batch_size_per_gpu"]
-    micro = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
+    batch, micro, accumulation = divide_batch(
+        args.batch_size or config["train_batch_size"],
+        args.micro_batch_size or config["train_micro_batch_size_per_gpu"],
+        world_size,
+    )
     config.update(
-        train_batch_size=batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=share // micro
+        train_batch_size=batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
     )
 
     if args.lr is not None:

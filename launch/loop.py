@@ -95,7 +95,7 @@ def train(args: argparse.Namespace, corpus: Corpus, device: torch.device, recipe
 
     peak = int(max_over_ranks(memory.read(), device))
     engine.destroy()
-    del engine, loss, objective  # so that a next engine starts with this one's memory free
+    engine = objective = None  # so that a next engine starts with this one's memory free
     gc.collect()
     return summarize(metrics_path, peak, memory.name) if rank == 0 else None
 

@@ -226,6 +226,12 @@ def test_the_global_batch_does_not_depend_on_the_processes(moe, world):
     assert config.get("expert_parallel", {}).get("autoep_size", ep_size) == world
 
 
+@pytest.mark.parametrize("batch, micro, world", [(128, 32, 3), (128, 32, 6), (16, 8, 3), (1, 8, 2), (127, 16, 2)])
+def test_a_batch_that_does_not_divide_is_rounded_up(batch, micro, world):
+    rounded, size, accumulation = engine.divide_batch(batch, micro, world)
+    assert rounded == size * accumulation * world and batch < rounded < batch + world * accumulation and size <= micro
+
+
 def test_the_command_line_reaches_the_json():
     config, _ = engine.deepspeed_config(arguments(lr=5e-4, steps=50), "mxfp4", 8, 2)
     schedule = config["scheduler"]["params"]
@@ -241,8 +247,8 @@ def test_the_command_line_reaches_the_json():
 def test_bad_configurations_are_named(tmp_path):
     with pytest.raises(ValueError, match="nor one of configs/autoep: bf16, fp8, mxfp4"):
         engine.deepspeed_config(arguments(), "fp2", 8, 2)
-    with pytest.raises(ValueError, match="must be a multiple of the 3 processes"):
-        engine.deepspeed_config(arguments(), "bf16", 8, 3)
+    with pytest.raises(ValueError, match="at least 1, but --batch-size is -8"):
+        engine.deepspeed_config(arguments(batch_size=-8), "bf16", 8, 2)
     with pytest.raises(ValueError, match='--moe classic excludes an "expert_parallel" block'):
         engine.deepspeed_config(arguments(moe="classic"), str(CONFIGS / "autoep" / "bf16.json"), 8, 2)
     with pytest.raises(ValueError, match='--moe autoep needs "expert_parallel"'):
