@@ -32,11 +32,11 @@ from launch.loop import train
 
 # Of the options that are not given. None leaves the JSON's value.
 DEFAULTS = {
-    "gpu": dict(
-        model="mixtral-120m", steps=300, seq_len=1024, batch_size=None, micro_batch_size=None, eval_tokens=1 << 20
-    ),
-    "cpu": dict(model="mixtral-tiny", steps=120, seq_len=256, batch_size=16, micro_batch_size=8, eval_tokens=1 << 16),
+    "gpu": dict(model="mixtral-120m", steps=300, seq_len=1024, batch_size=None, micro_batch_size=None),
+    "cpu": dict(model="mixtral-tiny", steps=120, seq_len=256, batch_size=16, micro_batch_size=8),
 }
+
+DEFAULT_EVAL_TOKENS = {"gpu": 1 << 20, "cpu": 1 << 16}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -76,7 +76,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
     out = parser.add_argument_group("evaluation, checkpoints, output")
     out.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="besides the evaluation at the end")
-    out.add_argument("--eval-tokens", type=int)
+    out.add_argument("--eval-tokens", type=int, help="held-out tokens (default: up to 1 Mi on GPUs, 64 Ki on CPUs)")
     out.add_argument("--save-every", type=int, default=0, metavar="STEPS")
     out.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --output")
     out.add_argument("--output", type=Path, default=Path("runs"), metavar="FOLDER")
@@ -99,6 +99,9 @@ def main() -> None:
     device = start_distributed()
     args.output.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus(args.data)
+    if args.eval_tokens is None:  # as many as there are, whatever the text
+        default = DEFAULT_EVAL_TOKENS["cpu" if device.type == "cpu" else "gpu"]
+        args.eval_tokens = min(default, (len(corpus.held_out) - 1) // args.seq_len * args.seq_len)
     require_equal_data(corpus.digest)
     title = f"{Path(args.model).stem}, {args.moe}, {dist.get_world_size()} x {device.type}, {args.steps} steps"
     if dist.get_rank() == 0:
