@@ -25,7 +25,8 @@ SOURCE = Path(__file__).parent / "kernel_sources_warp.cpp"
 def library(tmp_path_factory):
     path = tmp_path_factory.mktemp("warp") / "kernel_sources_warp.so"
     flags = ["-std=c++17", "-O2", "-Wall", "-Wno-unknown-pragmas", "-Werror", "-shared", "-fPIC", f"-I{kernels.CSRC}"]
-    subprocess.run([os.environ.get("CXX", "g++"), *flags, str(SOURCE), "-o", str(path)], check=True)
+    checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # a signal ends the process
+    subprocess.run([os.environ.get("CXX", "g++"), *flags, *checks, str(SOURCE), "-o", str(path)], check=True)
     return ctypes.CDLL(str(path))
 
 

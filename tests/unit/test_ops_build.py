@@ -7,7 +7,6 @@ torch's own code, and once, where there is nvcc, with the real kernels. None of 
 """
 
 import errno
-import importlib.util
 import json
 import os
 import re
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -416,14 +416,14 @@ def test_what_an_install_builds(work, cuda_torch):
 
 
 def test_an_install_without_cuda_says_why(monkeypatch):
-    torch = pytest.importorskip("torch")
+    import torch
+
     if torch.version.cuda is not None:
         pytest.skip("torch is built for CUDA")
     with pytest.raises(SystemExit, match="built without CUDA"):
         build_support.extension_options(OPS.parent)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="no torch")
 @pytest.mark.parametrize(
     ("archs", "flags"),
     [
@@ -438,6 +438,59 @@ def test_gencode_flags(monkeypatch, archs, flags):
 
     monkeypatch.setattr(builder, "_nvcc_architectures", lambda: frozenset({"sm_80", "sm_90", "sm_100"}))
     assert builder.gencode_flags(archs) == flags
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """torch and nvcc for CUDA 13 and one H200, as far as `FP4Builder.obstacle` looks."""
+    import torch
+
+    from ds_fp4.ops import builder
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(builder, "nvcc_version", lambda: "13.0")
+    return builder
+
+
+def test_what_keeps_nvcc_from_building_is_named(hopper, monkeypatch):
+    import torch
+
+    fp4 = hopper.FP4Builder()
+    assert fp4.is_compatible() and fp4.error_log is None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert not fp4.is_compatible()
+        assert "compute capability 7.5; ds_fp4 needs 8.0" in fp4.error_log
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper, "nvcc_version", lambda: None)
+        assert "there is no nvcc" in fp4.obstacle()
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper, "nvcc_version", lambda: "12.8")
+        assert re.search(r"nvcc is CUDA 12.8, torch .* CUDA 13.0", fp4.obstacle())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "cuda", None)
+        assert "without CUDA" in fp4.obstacle()
+
+
+def test_a_module_from_another_install_is_not_used(hopper, monkeypatch):
+    fp4 = hopper.FP4Builder()
+    with monkeypatch.context() as patch:
+        patch.setattr(hopper.importlib.util, "find_spec", lambda name: None)
+        assert fp4.load_prebuilt() == (None, "none was built at install (DS_BUILD_FP4=1)")
+    module = types.SimpleNamespace(
+        __file__="fp4_kernels.so", sources_hash=f"h{kernels.sources_hash()}", cuda_version="13.0"
+    )
+    monkeypatch.setattr(hopper.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(hopper.importlib, "import_module", lambda name: module)
+    assert fp4.load_prebuilt() == (module, "")
+    assert fp4.load() is module
+    module.cuda_version = "12.8"
+    assert fp4.load_prebuilt() == (None, "fp4_kernels.so is for CUDA 12.8, torch for 13.0")
+    module.sources_hash = "h0"
+    assert "built from other sources; reinstall" in fp4.load_prebuilt()[1]
 
 
 # ---- choosing ----
