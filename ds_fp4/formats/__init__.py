@@ -9,18 +9,28 @@ says it in words.
 """
 
 from .blocks import FP8_GROUP, MXFP4_BLOCK, SCALE_ROUNDINGS
+from .checks import align_to_gemm
 from .columns import ColumnLayout, column_blocks, padded_sizes
-from .convert import fp4_row_to_fp8_col, fp4_row_to_fp8_row, fp8_row_to_fp4_row, fp8_row_to_fp8_col
+from .convert import (
+    fp4_row_to_fp8_col,
+    fp4_row_to_fp8_row,
+    fp8_row_to_fp4_row,
+    fp8_row_to_fp8_col,
+    fp8_row_to_fp8_row,
+)
 from .fp8 import bf16_to_fp8_row, fp8_row_to_bf16
 from .mxfp4 import bf16_to_fp4_row, fp4_row_to_bf16
+from .row_and_col import bf16_to_fp8_row_and_col
 
 __all__ = [
     "ColumnLayout",
+    "align_to_gemm",
     "FP8_GROUP",
     "MXFP4_BLOCK",
     "SCALE_ROUNDINGS",
     "bf16_to_fp4_row",
     "bf16_to_fp8_row",
+    "bf16_to_fp8_row_and_col",
     "column_blocks",
     "fp4_row_to_bf16",
     "fp4_row_to_fp8_col",
@@ -28,5 +38,6 @@ __all__ = [
     "fp8_row_to_bf16",
     "fp8_row_to_fp4_row",
     "fp8_row_to_fp8_col",
+    "fp8_row_to_fp8_row",
     "padded_sizes",
 ]

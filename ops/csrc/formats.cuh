@@ -141,7 +141,7 @@ DS_FP4_HD void decode_e2m1x8(uint32 codes, uint32 (&value)[4]) {
 
 // ---- E4M3: largest value 448, smallest 2^-9, NaN 0x7F ----
 
-// Two codes (`low` in the low byte) of finite values up to 448 in magnitude.
+// Two codes (`low` in the low byte) of values up to 448 in magnitude. Of a larger one or NaN, only that the other's code is right.
 DS_FP4_HD uint32 encode_e4m3x2_on_bits(float low, float high) {
     uint32 codes = 0;
     const uint32 bits[2] = {bits_of(low), bits_of(high)};
@@ -152,7 +152,7 @@ DS_FP4_HD uint32 encode_e4m3x2_on_bits(float low, float high) {
         const uint32 normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3);
         const uint32 subnormal = bits_of(float_of(magnitude) + 16384.0f) - bits_of(16384.0f);
         const uint32 code = magnitude >= 0x3C800000u ? normal : subnormal;
-        codes |= (code | ((bits[i] >> 24) & 0x80)) << (8 * i);
+        codes |= ((code & 0x7F) | ((bits[i] >> 24) & 0x80)) << (8 * i);
     }
     return codes;
 }
@@ -167,15 +167,20 @@ DS_FP4_HD uint32 encode_e4m3x2(float low, float high) {
 #endif
 }
 
+// Four codes in a word of consecutive values, from value `first` of `x` on, each times its own factor.
+template <typename In, int kCount>
+DS_FP4_HD uint32 encode_e4m3x4(const Values<In, kCount>& x, int first, float f0, float f1, float f2, float f3) {
+    const uint32 low = encode_e4m3x2(multiply(x.value(first), f0), multiply(x.value(first + 1), f1));
+    return low | (encode_e4m3x2(multiply(x.value(first + 2), f2), multiply(x.value(first + 3), f3)) << 16);
+}
+
 // Eight codes in two words of values divided by the group's scale.
 template <typename In>
 DS_FP4_HD void encode_e4m3x8(const Values8<In>& x, uint32 scale_byte, uint32 (&codes)[2]) {
     const float inverse = inverse_scale(scale_byte);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const uint32 low = encode_e4m3x2(multiply(x.value(4 * i), inverse), multiply(x.value(4 * i + 1), inverse));
-        const uint32 high = encode_e4m3x2(multiply(x.value(4 * i + 2), inverse), multiply(x.value(4 * i + 3), inverse));
-        codes[i] = low | (high << 16);
+        codes[i] = encode_e4m3x4(x, 4 * i, inverse, inverse, inverse, inverse);
     }
 }
 
