@@ -199,7 +199,7 @@ def import_extension(name: str, path: Path) -> ModuleType:
     return module
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def nvcc_version() -> str | None:
     """ "13.0", or None where there is no nvcc that runs."""
     if cpp_extension.CUDA_HOME is None:
@@ -210,7 +210,7 @@ def nvcc_version() -> str | None:
         return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _nvcc_architectures() -> frozenset[str]:
     """Code that nvcc can make, "sm_90a"; empty if it does not say."""
     nvcc = os.path.join(cpp_extension.CUDA_HOME or "", "bin", "nvcc")

@@ -140,7 +140,7 @@ class NvrtcBackend:
         self._cupy.cuda.runtime.setDevice(device)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def available() -> bool:
     """Whether CuPy and its NVRTC can be used."""
     try:

@@ -2,8 +2,8 @@
 # ds_fp4 Team
 """What a conversion's kernel must do, as checks that tests on a GPU and tests of the kernels on the host share.
 
-Each check makes adversarial input from a seed, calls `ds_fp4.ops` on a device and compares every bit, also of what lies
-between and beside the outputs, with `ds_fp4.formats` on the host.
+Each check makes adversarial input from a seed, calls `ds_fp4.ops` on a device and compares every bit with
+`ds_fp4.formats` on the host, also of what lies between and beside the outputs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def assert_same(got, expected, what: str = "") -> None:
 
 
 class Canvas:
-    """Outputs within poisoned buffers: rows with gaps, a margin at both ends; `check` says if anything else was written."""
+    """Outputs in poisoned buffers, rows with gaps, a margin at both ends; `check` finds what else was written."""
 
     def __init__(self, device, aligned: bool = True) -> None:
         self.device, self.offset = device, 64 if aligned else 1
@@ -100,7 +100,7 @@ def in_views(device, *parts: torch.Tensor, aligned: bool) -> list[torch.Tensor]:
 
 
 def index_of(kind: str, rows: int, seed: int) -> torch.Tensor | None:
-    """"none", "random" (repeats, -1), "absent" (only -1) or "empty"."""
+    """One of "none", "random" (repeats, -1), "absent" (only -1) or "empty"."""
     g = torch.Generator().manual_seed(seed)
     if kind == "none":
         return None

@@ -94,9 +94,9 @@ def fp4_row_to_fp8_row(
     """MXFP4 rows to FP8 rows.
 
     Let s* be the largest scale byte of a group's four blocks (those of 0xFF left out). The group's scale is 2^(s* -
-    133), in UE8M0 not below byte 0 and in scale_layout "gemm" not below 2^-126, and a value v of a block with scale byte s becomes v * 2^(s - 127) / scale,
-    rounded to nearest, ties to even: exact while s* - s <= 14, beyond that off by at most 2^-10 scales. A block of
-    0xFF becomes NaN codes; a group of nothing else gets exponent -127.
+    133), in UE8M0 not below byte 0 and in scale_layout "gemm" not below 2^-126, and a value v of a block with scale
+    byte s becomes v * 2^(s - 127) / scale, rounded to nearest, ties to even: exact while s* - s <= 14, beyond that
+    off by at most 2^-10 scales. A block of 0xFF becomes NaN codes; a group of nothing else gets exponent -127.
 
     Only scale bytes decide the scale: a group of zero codes with scale bytes 0 gets 2^-133 as FP32. A row whose index
     is -1 gets zero codes and exponent -127.
@@ -105,8 +105,8 @@ def fp4_row_to_fp8_row(
         packed: uint8 [M, K/2], K a multiple of 32. Inner stride 1, any row stride, as for all arguments.
         scales: uint8 [M, K/32], UE8M0.
         scale_dtype: torch.float32 for powers of two (subnormal ones are kept), torch.uint8 for UE8M0.
-        scale_layout: "row", or "gemm" for FP32 scales with strides (1, R rounded up to 4) and no exponent under -126: as
-            Hopper's GEMM libraries read them, which take subnormal numbers for zeros.
+        scale_layout: "row", or "gemm" for FP32 scales with strides (1, R rounded up to 4) and no exponent under -126,
+            as Hopper's GEMM libraries read them: they take subnormal numbers for zeros.
         index: int32 [R], output row r is made from input row index[r]; -1 makes a zero row. None: all rows in order.
         out: (q, scales) to write to and return, q as float8_e4m3fn or uint8.
 
@@ -206,8 +206,8 @@ def fp8_row_to_fp8_row(
         q: float8_e4m3fn, or its bytes as uint8, [M, K]. Inner stride 1, any row stride, as for all arguments.
         scales: [M, ceil(K/128)], uint8 (UE8M0) or float32 powers of two. On a GPU that is not checked.
         scale_dtype: torch.float32 for powers of two (subnormal ones are kept), torch.uint8 for UE8M0.
-        scale_layout: "row", or "gemm" for FP32 scales with strides (1, R rounded up to 4) and no exponent under -126: as
-            Hopper's GEMM libraries read them, which take subnormal numbers for zeros.
+        scale_layout: "row", or "gemm" for FP32 scales with strides (1, R rounded up to 4) and no exponent under -126,
+            as Hopper's GEMM libraries read them: they take subnormal numbers for zeros.
         index: int32 [R], output row r is made from input row index[r]; -1 makes a zero row. None: all rows in order.
         out: (q, scales) to write to and return, q as float8_e4m3fn or uint8.
 

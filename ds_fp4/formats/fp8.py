@@ -28,8 +28,8 @@ def bf16_to_fp8_row(
     Args:
         x: BF16, FP16 or FP32 [M, K], inner stride 1, any row stride.
         scale_dtype: torch.float32 for powers of two (2^-127 is subnormal and kept), torch.uint8 for UE8M0.
-        scale_layout: "row", or "gemm" for FP32 scales with strides (1, R rounded up to 4) and no exponent under -126: as
-            Hopper's GEMM libraries read them, which take subnormal numbers for zeros.
+        scale_layout: "row", or "gemm" for FP32 scales with strides (1, R rounded up to 4) and no exponent under -126,
+            as Hopper's GEMM libraries read them: they take subnormal numbers for zeros.
         index: int32 [R], output row r is made from x[index[r]]; -1 makes a zero row. None: all rows in order.
         out: (q, scales) to write to and return, q as float8_e4m3fn or uint8; inner stride 1, any row stride.
 

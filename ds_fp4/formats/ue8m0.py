@@ -22,8 +22,8 @@ NAN_EXPONENT = UE8M0_NAN - UE8M0_BIAS
 SCALE_DTYPES = (torch.float32, torch.uint8)
 
 
-# How scales of FP8 rows lie in memory. "gemm" is what Hopper's FP8 GEMM libraries read as it is: FP32, the scales of one
-# group of consecutive rows side by side, 16 bytes aligned; they flush subnormal numbers, so that scales are normal ones.
+# How scales of FP8 rows lie in memory. "gemm" is what Hopper's FP8 GEMM libraries read as it is: FP32, those of one
+# group of consecutive rows side by side, 16 bytes aligned. They flush subnormal numbers: scales are normal ones.
 SCALE_LAYOUTS = ("row", "gemm")
 
 

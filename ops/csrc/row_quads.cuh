@@ -57,11 +57,11 @@ struct Quad {
     DS_FP4_DEVICE bool has_input(int step) const { return valid > 0 && input_row[step] >= 0; }
 
   private:
-    int64 quad;
+    uint32 quad;
     int number;  // of the tile within the row
 
     DS_FP4_DEVICE void place(const Rows& p) {
-        row = quad * kQuadRows;
+        row = static_cast<int64>(quad) * kQuadRows;
         first = static_cast<int64>(number) * kQuadColumns + threadIdx.x % kLanes * kQuadUnit;
         valid = static_cast<int>(max(min(p.width - first, static_cast<int64>(kQuadUnit)), static_cast<int64>(0)));
         rows = static_cast<int>(max(min(p.rows - row, static_cast<int64>(kQuadRows)), static_cast<int64>(0)));

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""The CUDA kernels on the host: `ds_fp4.ops` calls on host tensors run the kernels' sources, made by the host's compiler.
+"""The CUDA kernels on the host: `ds_fp4.ops` calls run the kernels' sources, made by the host's compiler.
 
 See host_cuda/cuda_runtime.h for how, and for what it cannot show.
 """

@@ -254,11 +254,25 @@ def test_accesses_are_wide_and_arithmetic_keeps_subnormals(tmp_path):
     flags = [*kernels.NVCC_FLAGS, "-ftz=true"]  # even so
     subprocess.run([_nvcc(), *flags, "-arch=compute_90a", "-ptx", str(CSRC / "kernels.cu"), "-o", str(ptx)], check=True)
     bodies = re.split(r"\.visible \.entry ", ptx.read_text())[1:]
-    loads = {"bf16_to_fp4_row": "ld.global.nc.v4", "bf16_to_fp8_row": "ld.global.nc.v4"}
-    stores = {"fp4_row_to_bf16": "st.global.v4", "fp8_row_to_bf16": "st.global.v4"}
+    # The wide side of each kernel's vector path. What column kernels load is narrow: a warp's 32 words are one row's 128 bytes.
+    loads = {
+        "bf16_to_fp4_row": "ld.global.nc.v4",
+        "bf16_to_fp8_row": "ld.global.nc.v4",
+        "fp8_row_to_fp4_row": "ld.global.nc.v4",
+        "fp8_row_to_fp8_row": "ld.global.nc.v4",
+    }
+    stores = {
+        "fp4_row_to_bf16": "st.global.v4",
+        "fp8_row_to_bf16": "st.global.v4",
+        "fp4_row_to_fp8_row": "st.global.v4",
+        "fp8_row_to_fp8_row": "st.global.v4",
+        "fp4_row_to_fp8_col": "st.global.v4",
+        "fp8_row_to_fp8_col": "st.global.v4",
+        "bf16_to_fp8_row_and_col": "st.global.v4",
+    }
     for body in bodies:
         name = re.match(r"\w+", body).group()
-        kernel = next(kernel for kernel in kernels.KERNELS if kernel in name)
+        kernel = next(kernel for kernel in kernels.KERNELS if f"{len(kernel)}{kernel}I" in name)
         if "ELb1E" in name:  # the vector path
             assert loads.get(kernel, "") in body and stores.get(kernel, "") in body, name
         assert ".local" not in body, name
@@ -281,13 +295,21 @@ def test_nvrtc_compiles_every_instantiation(name):
 
 
 def test_parameter_tables_match_the_headers():
-    rows = _fields((CSRC / "row_tiles.cuh").read_text(), "Rows")
     for name, kernel in kernels.KERNELS.items():
-        own = _fields((CSRC / f"{name}.cuh").read_text(), f"{name}_params")
-        assert own[0] == "rows"
-        assert kernel.params == (*rows, *own[1:])
+        assert kernel.params == _fields((CSRC / f"{name}.cuh").read_text(), f"{name}_params"), name
 
 
 def _fields(header: str, struct: str) -> tuple[str, ...]:
+    """Names of a struct's fields, those of nested structs in their place."""
+    nested = {"Rows": "row_tiles", "Columns": "column_tiles", "Scales": "scales"}
     body = re.search(rf"struct {struct} {{\n(.*?)\n}};", header, re.S).group(1)
-    return tuple(re.match(r"\s*[\w ]+[\w*]\*? ?\*?\b(\w+);", line).group(1) for line in body.splitlines())
+    names: list[str] = []
+    for line in body.splitlines():
+        kind, name = re.match(r"\s*(?:const )?(\w+)\*? (\w+);", line).groups()
+        if kind not in nested:
+            names.append(name)
+            continue
+        fields = _fields((CSRC / f"{nested[kind]}.cuh").read_text(), kind)
+        # There is one Rows or Columns in a kernel, but scales of several kinds.
+        names += [f"{name}_{field}" for field in fields] if kind == "Scales" else fields
+    return tuple(names)
