@@ -16,7 +16,7 @@ import torch
 
 from ds_fp4 import formats
 from ds_fp4.formats import checks, ue8m0
-from ds_fp4.ops.kernels import launch_columns, launch_rows, row_stride, scales_values
+from ds_fp4.ops.kernels import SOURCE_SCALES, VALUES, launch_columns, launch_rows, row_stride, scales_values
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -38,7 +38,7 @@ def bf16_to_fp4_row(
         return formats.bf16_to_fp4_row(x, scale_rounding, index=index, out=out)
     packed, scales = checks.prepare_bf16_to_fp4_row(x, scale_rounding, index, out)
     launch_rows(
-        "bf16_to_fp4_row", x.dtype, packed.shape[0], x.shape[1], x.shape[0], index,
+        "bf16_to_fp4_row", VALUES[x.dtype], packed.shape[0], x.shape[1], x.shape[0], index,
         {"x": (x, 8 * x.element_size()), "packed": (packed, 4)},
         scales=scales.data_ptr(), scales_stride=row_stride(scales), rounding=formats.SCALE_ROUNDINGS[scale_rounding],
     )  # fmt: skip
@@ -58,7 +58,7 @@ def fp4_row_to_bf16(
         return formats.fp4_row_to_bf16(packed, scales, dtype=dtype, index=index, out=out)
     out = checks.prepare_fp4_row_to_bf16(packed, scales, dtype, index, out)
     launch_rows(
-        "fp4_row_to_bf16", dtype, out.shape[0], out.shape[1], packed.shape[0], index,
+        "fp4_row_to_bf16", VALUES[dtype], out.shape[0], out.shape[1], packed.shape[0], index,
         {"packed": (packed, 4), "out": (out, 8 * out.element_size())},
         scales=scales.data_ptr(), scales_stride=row_stride(scales),
     )  # fmt: skip
@@ -80,7 +80,7 @@ def bf16_to_fp8_row(
     # Quantizing never gives an exponent under -127, which FP32 could hold.
     lowest = max(_lowest(scale_dtype, scale_layout), 0)
     launch_rows(
-        "bf16_to_fp8_row", x.dtype, q.shape[0], x.shape[1], x.shape[0], index,
+        "bf16_to_fp8_row", VALUES[x.dtype], q.shape[0], x.shape[1], x.shape[0], index,
         {"x": (x, 8 * x.element_size()), "q": (q, 8)},
         **scales_values("scales", scales, lowest),
     )  # fmt: skip
@@ -100,7 +100,7 @@ def fp8_row_to_bf16(
         return formats.fp8_row_to_bf16(q, scales, dtype=dtype, index=index, out=out)
     out = checks.prepare_fp8_row_to_bf16(q, scales, dtype, index, out)
     launch_rows(
-        "fp8_row_to_bf16", dtype, out.shape[0], out.shape[1], q.shape[0], index,
+        "fp8_row_to_bf16", VALUES[dtype], out.shape[0], out.shape[1], q.shape[0], index,
         {"q": (q, 8), "out": (out, 8 * out.element_size())},
         scales=scales.data_ptr(), scales_stride=row_stride(scales), scale_bytes=scales.element_size(),
     )  # fmt: skip
@@ -123,7 +123,7 @@ def fp4_row_to_fp8_row(
         )
     q, out_scales = checks.prepare_fp4_row_to_fp8_row(packed, scales, scale_dtype, scale_layout, index, out)
     launch_rows(
-        "fp4_row_to_fp8_row", None, q.shape[0], q.shape[1], packed.shape[0], index,
+        "fp4_row_to_fp8_row", (), q.shape[0], q.shape[1], packed.shape[0], index,
         {"packed": (packed, 8), "q": (q, 16)}, unit=16,
         block_scales=scales.data_ptr(), block_scales_stride=row_stride(scales),
         **scales_values("scales", out_scales, _lowest(scale_dtype, scale_layout)),
@@ -144,10 +144,9 @@ def fp8_row_to_fp4_row(
         return formats.fp8_row_to_fp4_row(q, scales, scale_rounding, index=index, out=out)
     packed, out_scales = checks.prepare_fp8_row_to_fp4_row(q, scales, scale_rounding, index, out)
     launch_rows(
-        "fp8_row_to_fp4_row", None, packed.shape[0], q.shape[1], q.shape[0], index,
+        "fp8_row_to_fp4_row", SOURCE_SCALES[scales.dtype], packed.shape[0], q.shape[1], q.shape[0], index,
         {"q": (q, 16), "packed": (packed, 8)}, unit=16,
         group_scales=scales.data_ptr(), group_scales_stride=row_stride(scales),
-        group_scale_bytes=scales.element_size(),
         scales=out_scales.data_ptr(), scales_stride=row_stride(out_scales),
         rounding=formats.SCALE_ROUNDINGS[scale_rounding],
     )  # fmt: skip
@@ -170,10 +169,9 @@ def fp8_row_to_fp8_row(
         )
     out_q, out_scales = checks.prepare_fp8_row_to_fp8_row(q, scales, scale_dtype, scale_layout, index, out)
     launch_rows(
-        "fp8_row_to_fp8_row", None, out_q.shape[0], q.shape[1], q.shape[0], index,
+        "fp8_row_to_fp8_row", SOURCE_SCALES[scales.dtype], out_q.shape[0], q.shape[1], q.shape[0], index,
         {"source": (q, 16), "q": (out_q, 16)}, unit=16,
         source_scales=scales.data_ptr(), source_scales_stride=row_stride(scales),
-        source_scale_bytes=scales.element_size(),
         **scales_values("scales", out_scales, _lowest(scale_dtype, scale_layout)),
     )  # fmt: skip
     return out_q, out_scales
@@ -198,7 +196,7 @@ def fp4_row_to_fp8_col(
         packed, scales, group_sizes, padded_rows, scale_layout, index, out
     )
     launch_columns(
-        "fp4_row_to_fp8_col", None, 2 * packed.shape[1], packed.shape[0], index, group_sizes, padded_rows,
+        "fp4_row_to_fp8_col", (), 2 * packed.shape[1], packed.shape[0], index, group_sizes, padded_rows,
         {"packed": (packed, 4), "q": (q, 16)}, unit=8,
         block_scales=scales.data_ptr(), block_scales_stride=row_stride(scales),
         **scales_values("scales", out_scales, _lowest(torch.float32, scale_layout)),
@@ -225,10 +223,9 @@ def fp8_row_to_fp8_col(
         q, scales, group_sizes, padded_rows, scale_layout, index, out
     )
     launch_columns(
-        "fp8_row_to_fp8_col", None, q.shape[1], q.shape[0], index, group_sizes, padded_rows,
+        "fp8_row_to_fp8_col", SOURCE_SCALES[scales.dtype], q.shape[1], q.shape[0], index, group_sizes, padded_rows,
         {"source": (q, 4), "q": (out_q, 16)}, unit=4,
         source_scales=scales.data_ptr(), source_scales_stride=row_stride(scales),
-        source_scale_bytes=scales.element_size(),
         **scales_values("scales", out_scales, _lowest(torch.float32, scale_layout)),
     )  # fmt: skip
     return out_q, out_scales
@@ -253,7 +250,7 @@ def bf16_to_fp8_row_and_col(
     )
     lowest = max(_lowest(torch.float32, scale_layout), 0)
     launch_columns(
-        "bf16_to_fp8_row_and_col", x.dtype, x.shape[1], x.shape[0], index, group_sizes, padded_rows,
+        "bf16_to_fp8_row_and_col", VALUES[x.dtype], x.shape[1], x.shape[0], index, group_sizes, padded_rows,
         {"x": (x, 4 * x.element_size()), "row_q": (row_q, 4), "q": (column_q, 16)}, unit=4,
         **scales_values("row_scales", row_scales, lowest),
         **scales_values("scales", column_scales, lowest),

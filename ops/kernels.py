@@ -40,8 +40,12 @@ ROWS = ("rows", "width", "input_rows", "index", "tiles_a_row")  # struct Rows, c
 COLUMNS = ("width", "input_rows", "index", "group_sizes", "groups", "tiles", "column_tiles", "strip")  # column_tiles.cuh
 SCALES = ("base", "row_stride", "group_stride", "bytes", "lowest")  # struct Scales, csrc/row_quads.cuh
 VALUE_TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
+# The first template argument by what the kernel converts from or to: a value type, or a type of FP8 scales.
+VALUES = {dtype: (name,) for dtype, name in VALUE_TYPES.items()}
+SOURCE_SCALES = {torch.float32: ("true",), torch.uint8: ("false",)}
 _VECTOR = ("true", "false")
 _VALUES_AND_VECTOR = tuple(f"{value}, {vector}" for value in VALUE_TYPES.values() for vector in _VECTOR)
+_FP32_AND_VECTOR = tuple(f"{fp32}, {vector}" for fp32 in _VECTOR for vector in _VECTOR)
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,12 @@ def _row_kernel(name: str, *params: str) -> Kernel:
     return Kernel(name, (*ROWS, *params), _VALUES_AND_VECTOR, TILE)
 
 
-def _quad_kernel(name: str, *params: str) -> Kernel:
-    return Kernel(name, (*ROWS, *params), _VECTOR, QUAD)
+def _quad_kernel(name: str, instantiations: tuple[str, ...], *params: str) -> Kernel:
+    return Kernel(name, (*ROWS, *params), instantiations, QUAD)
 
 
-def _column_kernel(name: str, columns: int, *params: str) -> Kernel:
-    return Kernel(name, (*COLUMNS, *params), _VECTOR, (TILE_TOKENS, columns))
+def _column_kernel(name: str, instantiations: tuple[str, ...], columns: int, *params: str) -> Kernel:
+    return Kernel(name, (*COLUMNS, *params), instantiations, (TILE_TOKENS, columns))
 
 
 KERNELS: Mapping[str, Kernel] = {
@@ -89,32 +93,30 @@ KERNELS: Mapping[str, Kernel] = {
         _row_kernel("bf16_to_fp8_row", "x", "x_stride", "q", "q_stride", *_scales("scales")),
         _row_kernel("fp8_row_to_bf16", "q", "q_stride", "scales", "scales_stride", "scale_bytes", "out", "out_stride"),
         _quad_kernel(
-            "fp4_row_to_fp8_row",
+            "fp4_row_to_fp8_row", _VECTOR,
             "packed", "packed_stride", "block_scales", "block_scales_stride", "q", "q_stride", *_scales("scales"),
         ),
         _quad_kernel(
-            "fp8_row_to_fp4_row",
-            "q", "q_stride", "group_scales", "group_scales_stride", "group_scale_bytes",
+            "fp8_row_to_fp4_row", _FP32_AND_VECTOR,
+            "q", "q_stride", "group_scales", "group_scales_stride",
             "packed", "packed_stride", "scales", "scales_stride", "rounding",
         ),
         _quad_kernel(
-            "fp8_row_to_fp8_row",
-            "source", "source_stride", "source_scales", "source_scales_stride", "source_scale_bytes",
+            "fp8_row_to_fp8_row", _FP32_AND_VECTOR,
+            "source", "source_stride", "source_scales", "source_scales_stride",
             "q", "q_stride", *_scales("scales"),
         ),
         _column_kernel(
-            "fp4_row_to_fp8_col", 256,
+            "fp4_row_to_fp8_col", _VECTOR, 256,
             "packed", "packed_stride", "block_scales", "block_scales_stride", "q", *_scales("scales"),
         ),
-        Kernel(
-            "bf16_to_fp8_row_and_col",
-            (*COLUMNS, "x", "x_stride", "row_q", "row_q_stride", *_scales("row_scales"), "q", *_scales("scales")),
-            _VALUES_AND_VECTOR,
-            (TILE_TOKENS, 128),
+        _column_kernel(
+            "bf16_to_fp8_row_and_col", _VALUES_AND_VECTOR, 128,
+            "x", "x_stride", "row_q", "row_q_stride", *_scales("row_scales"), "q", *_scales("scales"),
         ),
         _column_kernel(
-            "fp8_row_to_fp8_col", 128,
-            "source", "source_stride", "source_scales", "source_scales_stride", "source_scale_bytes",
+            "fp8_row_to_fp8_col", _FP32_AND_VECTOR, 128,
+            "source", "source_stride", "source_scales", "source_scales_stride",
             "q", *_scales("scales"),
         ),
     )
@@ -138,8 +140,15 @@ def _multiprocessors(device: int) -> int:
 
 
 def row_stride(t: torch.Tensor) -> int:
-    """Bytes from row to row."""
-    return t.stride(0) * t.element_size()
+    """Bytes from row to row, which kernels take for less than 2^31."""
+    stride = t.stride(0) * t.element_size()
+    return _below_2_31("a row stride in bytes", stride) if t.shape[0] > 1 else 0
+
+
+def _below_2_31(name: str, value: int) -> int:
+    if value >= 1 << 31:
+        raise ValueError(f"the kernels take {name} below 2^31, got {value}; convert in parts")
+    return value
 
 
 def _aligned(t: torch.Tensor, unit_bytes: int) -> bool:
@@ -155,7 +164,8 @@ def scales_values(name: str, scales: torch.Tensor, lowest: int) -> dict[str, int
         lowest: biased exponent (by 127) that scales must not fall below.
     """
     itemsize = scales.element_size()
-    values = (scales.data_ptr(), scales.stride(0) * itemsize, scales.stride(1) * itemsize, itemsize, lowest)
+    strides = [_below_2_31("a scale stride in bytes", stride * itemsize) for stride in scales.stride()]
+    values = (scales.data_ptr(), *strides, itemsize, lowest)
     return dict(zip(_scales(name), values, strict=True))
 
 
@@ -172,7 +182,7 @@ def _addresses(values: dict[str, int], units: Mapping[str, tuple[torch.Tensor, i
 
 def launch_rows(
     name: str,
-    value_type: torch.dtype | None,
+    arguments: tuple[str, ...],
     rows: int,
     width: int,
     input_rows: int,
@@ -185,7 +195,7 @@ def launch_rows(
 
     Args:
         name: a key of KERNELS.
-        value_type: BF16, FP16 or FP32, the side that is not packed; None for a kernel without one.
+        arguments: of the template, but the last, kVector.
         rows: output rows. width: values a row. input_rows: rows that `index` may name.
         index: int32 [rows] or None.
         units: by parameter, the tensors accessed in units of `unit` values, and the bytes of one unit.
@@ -198,6 +208,8 @@ def launch_rows(
         return
     kernel = KERNELS[name]
     tile_rows, tile_values = kernel.tile
+    _below_2_31("rows", max(rows, input_rows))
+    _below_2_31("values in a row", width)
     tiles_a_row = -(-width // tile_values)
     values |= {
         "rows": rows,
@@ -210,13 +222,13 @@ def launch_rows(
     device = next(iter(units.values()))[0].device.index
     blocks = -(-(-(-rows // tile_rows) * tiles_a_row) // (THREADS // 32))
     grid = min(blocks, _multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
-    template = _template(value_type, vector)
+    template = _template(arguments, vector)
     launch(kernel, template, grid, values, device)
 
 
 def launch_columns(
     name: str,
-    value_type: torch.dtype | None,
+    arguments: tuple[str, ...],
     width: int,
     input_rows: int,
     index: torch.Tensor | None,
@@ -234,6 +246,8 @@ def launch_columns(
     if padded_rows == 0:
         return
     kernel = KERNELS[name]
+    _below_2_31("rows", max(padded_rows, input_rows))
+    _below_2_31("values in a row", width)
     tiles, column_tiles = padded_rows // TILE_TOKENS, -(-width // kernel.tile[1])
     values |= {
         "width": width,
@@ -246,11 +260,10 @@ def launch_columns(
         "strip": STRIP,
     }
     vector = _addresses(values, units) and width % unit == 0
-    launch(kernel, _template(value_type, vector), tiles * column_tiles, values, group_sizes.device.index)
+    launch(kernel, _template(arguments, vector), tiles * column_tiles, values, group_sizes.device.index)
 
 
-def _template(value_type: torch.dtype | None, vector: bool) -> str:
-    arguments = [] if value_type is None else [VALUE_TYPES[value_type]]
+def _template(arguments: tuple[str, ...], vector: bool) -> str:
     return ", ".join([*arguments, "true" if vector else "false"])
 
 

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) bf16_to_fp8_row(const bf
     for (Tile tile(p.rows); tile.inside(p.rows); tile.advance(p.rows)) {
         Values8<In> x[kSteps];
         load_values<kVector>(p.x, p.x_stride, tile, x);
-        uint8* q = p.q + tile.row * p.q_stride + tile.first;
+        uint8* q = row_of(p.q, tile.row, p.q_stride) + tile.first;
         uint32 own_scale = 0;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) bf16_to_fp8_row(const bf
         }
         // Lanes 0 to 3 of a group store its scales of steps 0 to 3.
         if (own_step < kSteps && own_step * kStepValues < tile.left + own_step * kUnit) {
-            const int64 group = (tile.first + own_step * kStepValues) / kFp8Group;
+            const int group = (tile.first + own_step * kStepValues) / kFp8Group;
             store_scale(p.scales, tile.row, group, static_cast<int>(own_scale));
         }
     }

@@ -28,7 +28,7 @@
 //        column c + 1:   | lane 8: ...
 #pragma once
 
-#include "row_quads.cuh"
+#include "scales.cuh"
 
 namespace ds_fp4 {
 
@@ -50,93 +50,112 @@ struct Columns {
     int64 strip;            // tiles of neighboring rows that follow each other before the next columns
 };
 
-// The group that a tile of rows belongs to.
-struct TileGroup {
-    int first_row;   // of the group
-    int size;        // rows, 0 if there is no such tile
-    int first_tile;  // of the group
+// A block's tile, and its place in the column layout (ds_fp4/formats/columns.py).
+struct ColumnTile {
+    int tile;        // number among all tiles of rows
+    int column;      // first column
+    int row;         // first row
+    int rows;        // rows that are no padding, 1 to 128; 0 or less: there is no such tile
+    int64 run;       // where in the output this tile's codes of column 0 begin
+    int run_stride;  // from column to column: the group's rows, padded
 };
 
-// Found by one warp: sizes and their prefix sums, 32 groups at a time.
-DS_FP4_DEVICE TileGroup find_group(const Columns& p, int tile) {
-    const int lane = threadIdx.x % kLanes;
-    int first_row = 0, first_tile = 0;
-    for (int64 base = 0; base < p.groups; base += kLanes) {
-        const int size = base + lane < p.groups ? __ldg(p.group_sizes + base + lane) : 0;
-        const int tiles = (size + kTokens - 1) / kTokens;
-        int end = first_tile + tiles;  // of this lane's group, once all before are added
+// Shared memory that every column kernel has. `source` is the input row of each token, -1 for zeros.
+struct ColumnShared {
+    ColumnTile tile;
+    int4 source[kTokens / 4];
+};
+
+// Sets place by one warp: the group of the tile is found by its size and the sums of those before, 32 at a time.
+template <int kColumns>
+DS_FP4_DEVICE void find_tile(const Columns& p, ColumnTile& result) {
+    const uint32 tiles = static_cast<uint32>(p.tiles), strip = static_cast<uint32>(p.strip);
+    const uint32 strip_blocks = strip * static_cast<uint32>(p.column_tiles);
+    const uint32 number = blockIdx.x / strip_blocks, place = blockIdx.x - number * strip_blocks;
+    const uint32 length = smaller(tiles - number * strip, strip), column_tile = place / length;
+    const int tile = static_cast<int>(number * strip + place - column_tile * length);
+
+    const int lane = threadIdx.x % kLanes, groups = static_cast<int>(p.groups);
+    int first_row = 0, first_tile = 0;  // of the first of 32 groups, then of the tile's own
+    int size = 0;
+    for (int base = 0; base < groups; base += kLanes) {
+        const int own_size = base + lane < groups ? __ldg(p.group_sizes + base + lane) : 0;
+        const int own_tiles = (own_size + kTokens - 1) / kTokens;
+        int end = own_tiles;
 #pragma unroll
         for (int distance = 1; distance < kLanes; distance *= 2) {
-            const int before = __shfl_up_sync(kAllLanes, end - first_tile, distance);
+            const int before = __shfl_up_sync(kAllLanes, end, distance);
             end += lane >= distance ? before : 0;
         }
-        const uint32 behind = __ballot_sync(kAllLanes, end > tile);
+        const uint32 behind = __ballot_sync(kAllLanes, first_tile + end > tile);
         if (behind != 0) {
             const int own = __ffs(behind) - 1;
-            first_row += __reduce_add_sync(kAllLanes, lane < own ? size : 0);
-            return {first_row, __shfl_sync(kAllLanes, size, own), __shfl_sync(kAllLanes, end - tiles, own)};
+            first_row += __reduce_add_sync(kAllLanes, lane < own ? own_size : 0);
+            first_tile += __shfl_sync(kAllLanes, end - own_tiles, own);
+            size = __shfl_sync(kAllLanes, own_size, own);
+            break;
         }
-        first_row += __reduce_add_sync(kAllLanes, size);
-        first_tile = __shfl_sync(kAllLanes, end, kLanes - 1);
+        first_row += __reduce_add_sync(kAllLanes, own_size);
+        first_tile += __shfl_sync(kAllLanes, end, kLanes - 1);
     }
-    return {0, 0, 0};
+    if (lane == 0) {
+        const int tile_in_group = tile - first_tile;
+        result.tile = tile;
+        result.column = static_cast<int>(column_tile) * kColumns;
+        result.row = first_row + tile_in_group * kTokens;
+        result.rows = min(size - tile_in_group * kTokens, kTokens);
+        result.run = (p.width * first_tile + tile_in_group) * kTokens;
+        result.run_stride = (size + kTokens - 1) / kTokens * kTokens;
+    }
 }
 
-// One block's tile, and its place in the column layout (ds_fp4/formats/columns.py).
+// Before step 1: the tile, and its tokens' input rows. All threads of the block must call.
 template <int kWidth>
-struct ColumnTile {
-    static constexpr int kColumns = kLanes * kWidth;
-
-    int tile;       // number among all tiles of rows
-    int64 column;   // first column
-    int64 row;      // first row
-    int rows;       // rows that are no padding, 1 to 128; 0: there is no such tile
-    int64 run;      // where in the output this tile's codes of column 0 begin
-    int64 run_stride;  // from column to column: the group's rows, padded
-
-    // All threads of the block must call. `group` is shared memory.
-    DS_FP4_DEVICE ColumnTile(const Columns& p, TileGroup* group) {
-        const uint32 tiles = static_cast<uint32>(p.tiles), column_tiles = static_cast<uint32>(p.column_tiles);
-        const uint32 strip_tiles = static_cast<uint32>(p.strip), strip_blocks = strip_tiles * column_tiles;
-        const uint32 first = blockIdx.x / strip_blocks * strip_tiles, place = blockIdx.x % strip_blocks;
-        const uint32 length = smaller(tiles - first, strip_tiles);
-        tile = static_cast<int>(first + place % length);
-        column = static_cast<int64>(place / length) * kColumns;
-        if (threadIdx.x < kLanes) {
-            const TileGroup found = find_group(p, tile);
-            if (threadIdx.x == 0) {
-                *group = found;
+DS_FP4_DEVICE ColumnTile start_tile(const Columns& p, ColumnShared& shared) {
+    if (threadIdx.x < kLanes) {
+        find_tile<kLanes * kWidth>(p, shared.tile);
+    }
+    __syncthreads();
+    const ColumnTile tile = shared.tile;
+    if (threadIdx.x < kTokens) {
+        const int token = threadIdx.x;
+        int source = -1;
+        if (token < tile.rows) {
+            source = tile.row + token;
+            if (p.index != nullptr) {
+                source = __ldg(p.index + source);
+                if (source >= static_cast<int>(p.input_rows)) {
+                    __trap();  // reading there would be worse than stopping
+                }
             }
         }
-        __syncthreads();
-        const int tile_in_group = tile - group->first_tile;
-        row = static_cast<int64>(group->first_row) + tile_in_group * kTokens;
-        rows = min(group->size - tile_in_group * kTokens, kTokens);
-        run = (p.width * group->first_tile + tile_in_group) * kTokens;
-        run_stride = static_cast<int64>((group->size + kTokens - 1) / kTokens) * kTokens;
+        reinterpret_cast<int*>(shared.source)[token] = source;
     }
+    __syncthreads();
+    return tile;
+}
 
-    // Input row of a token of the tile, -1 for zeros.
-    DS_FP4_DEVICE int source(const Columns& p, int token) const {
-        if (token >= rows) {
-            return -1;
+// Step 1. `base` is where this lane's columns of row 0 are, `valid` how many there are of them.
+template <bool kVector, typename Element, int kWords>
+DS_FP4_DEVICE void load_tokens(const char* base, int64 stride, const ColumnShared& shared, int valid,
+                               uint32 (&token)[kWarpTokens][kWords]) {
+    const int warp = threadIdx.x / kLanes;
+#pragma unroll
+    for (int i = 0; i < kWarpTokens / 4; ++i) {
+        const int4 rows = shared.source[warp * (kWarpTokens / 4) + i];
+        const int source[4] = {rows.x, rows.y, rows.z, rows.w};
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+#pragma unroll
+            for (int word = 0; word < kWords; ++word) {
+                token[4 * i + t][word] = 0;
+            }
+            if (source[t] >= 0 && valid > 0) {
+                load_unit<kVector, Element>(row_of(base, source[t], stride), valid, token[4 * i + t]);
+            }
         }
-        if (p.index == nullptr) {
-            return static_cast<int>(row) + token;
-        }
-        const int result = __ldg(p.index + row + token);
-        if (result >= p.input_rows) {
-            __trap();  // reading there would be worse than stopping
-        }
-        return result;
     }
-
-    // How many of a lane's columns there are.
-    DS_FP4_DEVICE int valid(const Columns& p) const {
-        const int64 left = p.width - column - threadIdx.x % kLanes * kWidth;
-        return static_cast<int>(max(min(left, static_cast<int64>(kWidth)), static_cast<int64>(0)));
-    }
-};
+}
 
 // Step 3. `column[c]` gets the four tokens' codes of column c.
 DS_FP4_HD void turn_4x4(const uint32 (&token)[4], uint32 (&column)[4]) {
@@ -150,7 +169,7 @@ DS_FP4_HD void turn_4x4(const uint32 (&token)[4], uint32 (&column)[4]) {
 
 // Step 4. `piece[c]` is this thread's piece of its column c. All threads of the block must call.
 template <bool kVector, int kWidth>
-DS_FP4_DEVICE void store_columns(const Columns& p, const ColumnTile<kWidth>& tile, const uint32 (&piece)[kWidth][4],
+DS_FP4_DEVICE void store_columns(const Columns& p, const ColumnTile& tile, const uint32 (&piece)[kWidth][4],
                                  uint4* staging, uint8* q) {
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
 #pragma unroll
@@ -161,16 +180,16 @@ DS_FP4_DEVICE void store_columns(const Columns& p, const ColumnTile<kWidth>& til
     __syncthreads();
     constexpr int kColumnsAtOnce = kThreads / kPieces;
     const int number = threadIdx.x % kPieces, first = threadIdx.x / kPieces;
-    uint8* address = q + tile.run + (tile.column + first) * tile.run_stride + number * 16;
+    const int columns = static_cast<int>(p.width) - tile.column;
+    uint8* address = row_of(q + tile.run + number * 16, tile.column + first, tile.run_stride);
 #pragma unroll
-    for (int i = 0; i < ColumnTile<kWidth>::kColumns / kColumnsAtOnce; ++i) {
+    for (int i = 0; i < kLanes * kWidth / kColumnsAtOnce; ++i) {
         const int c = first + i * kColumnsAtOnce;
         const uint4 codes = staging[c * kPieces + (number ^ (c / kWidth % kPieces))];
-        if (tile.column + c < p.width) {
+        if (c < columns) {
             const uint32 words[4] = {codes.x, codes.y, codes.z, codes.w};
-            store_unit<kVector, uint8>(address, 16, words);
+            store_unit<kVector, uint8>(row_of(address, i * kColumnsAtOnce, tile.run_stride), 16, words);
         }
-        address += kColumnsAtOnce * tile.run_stride;
     }
 }
 

@@ -191,21 +191,29 @@ DS_FP4_HD uint32 decode_e4m3x2_on_bits(uint32 codes) {
     return Fp16::fma(((bytes & 0x7F007F00u) >> 1) | (bytes & 0x80008000u), Fp16::splat(256.0f), 0x80008000u);
 }
 
-DS_FP4_HD uint32 decode_e4m3x2(uint32 codes) {
+// Four codes in a word as FP16 values, two a word.
+DS_FP4_HD void decode_e4m3x4(uint32 codes, uint32& low, uint32& high) {
 #if DS_FP4_ARCH >= 890
-    uint32 value;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(static_cast<uint16>(codes)));
-    return value;
+    // Halves are named in PTX: shifted down by C++, the upper one would cost an instruction.
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+        "}"
+        : "=r"(low), "=r"(high)
+        : "r"(codes));
 #else
-    return decode_e4m3x2_on_bits(codes);
+    low = decode_e4m3x2_on_bits(codes & 0xFFFFu);
+    high = decode_e4m3x2_on_bits(codes >> 16);
 #endif
 }
 
 // Eight codes in two words as FP16 values, two a word.
 DS_FP4_HD void decode_e4m3x8(const uint32 (&codes)[2], uint32 (&value)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        value[i] = decode_e4m3x2((codes[i / 2] >> (16 * (i % 2))) & 0xFFFF);
+    for (int i = 0; i < 2; ++i) {
+        decode_e4m3x4(codes[i], value[2 * i], value[2 * i + 1]);
     }
 }
 

@@ -11,7 +11,7 @@ namespace ds_fp4 {
 
 struct fp4_row_to_fp8_col_params {
     Columns columns;
-    const uint8* packed;
+    const char* packed;
     int64 packed_stride;  // strides are in bytes, from row to row
     const uint8* block_scales;
     int64 block_scales_stride;
@@ -26,15 +26,14 @@ constexpr int kNanTable = kFp4ToFp8Shift - kLowestTable + 1;
 template <bool kVector>
 __global__ void __launch_bounds__(kThreads, kVector ? 3 : 2) fp4_row_to_fp8_col(const fp4_row_to_fp8_col_params p) {
     constexpr int kWidth = 8;  // 4 bytes a token and lane
-    constexpr int kBlocks = ColumnTile<kWidth>::kColumns / kMxfp4Block;
-    constexpr int kBlockLanes = kMxfp4Block / kWidth;
+    constexpr int kColumns = kLanes * kWidth, kBlocks = kColumns / kMxfp4Block, kBlockLanes = kMxfp4Block / kWidth;
     constexpr int kScalesAThread = kBlocks * kTokens / kThreads;
     constexpr int kScaleWarps = kTokens / kLanes;
-    __shared__ uint4 staging[ColumnTile<kWidth>::kColumns * kPieces];
+    __shared__ uint4 staging[kColumns * kPieces];
+    __shared__ ColumnShared shared;
     __shared__ uint4 tables[kNanTable + 1];
     __shared__ uint4 block_scales[kBlocks][kTokens / 16];  // a byte for each block and token
-    __shared__ uint32 largest[kBlocks][kScaleWarps];
-    __shared__ TileGroup group;
+    __shared__ uint4 largest[kBlocks];                     // a word for each of four warps
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
 
     if (threadIdx.x <= kNanTable) {
@@ -42,50 +41,39 @@ __global__ void __launch_bounds__(kThreads, kVector ? 3 : 2) fp4_row_to_fp8_col(
         const E4m3Table table = threadIdx.x == kNanTable ? e4m3_nan_table() : e4m3_table(shift);
         tables[threadIdx.x] = make_uint4(table.low, table.high, table.signs, 0);
     }
-    const ColumnTile<kWidth> tile(p.columns, &group);
+    const ColumnTile tile = start_tile<kWidth>(p.columns, shared);
     if (tile.rows <= 0) {
         return;
     }
-    const int own_source = tile.source(p.columns, warp * kWarpTokens + lane % kWarpTokens);
+    const int columns = static_cast<int>(p.columns.width) - tile.column;
     // Warps 0 to 3 take the scales of the tile's first four blocks, warps 4 to 7 those of the others, a token a lane.
     const int scale_token = threadIdx.x % kTokens, first_block = threadIdx.x / kTokens * kScalesAThread;
-    const int scale_source = tile.source(p.columns, scale_token);
+    const int scale_source = reinterpret_cast<const int*>(shared.source)[scale_token];
+    const uint8* scales = row_of(p.block_scales + tile.column / kMxfp4Block + first_block, scale_source, p.block_scales_stride);
     uint32 scale[kScalesAThread];
 #pragma unroll
     for (int i = 0; i < kScalesAThread; ++i) {
-        const int64 block = tile.column / kMxfp4Block + first_block + i;
         scale[i] = 0;
-        if (scale_source >= 0 && block * kMxfp4Block < p.columns.width) {
-            scale[i] = __ldg(p.block_scales + scale_source * p.block_scales_stride + block);
+        if (scale_source >= 0 && (first_block + i) * kMxfp4Block < columns) {
+            scale[i] = __ldg(scales + i);
         }
     }
-    const bool inside = tile.valid(p.columns) > 0;
-    const uint8* packed = p.packed + tile.column / 2 + lane * (kWidth / 2);
+    const int valid = lane * kWidth < columns ? kWidth / 2 : 0;  // bytes
     uint32 codes[kWarpTokens][1];
-#pragma unroll
-    for (int t = 0; t < kWarpTokens; ++t) {
-        const int row = __shfl_sync(kAllLanes, own_source, t);
-        codes[t][0] = 0;
-        if (row >= 0 && inside) {
-            load_unit<kVector, uint8>(packed + row * p.packed_stride, kWidth / 2, codes[t]);
-        }
-    }
+    load_tokens<kVector, uint8>(p.packed + tile.column / 2 + lane * (kWidth / 2), p.packed_stride, shared, valid, codes);
 #pragma unroll
     for (int i = 0; i < kScalesAThread; ++i) {
         reinterpret_cast<uint8*>(block_scales[first_block + i])[scale_token] = static_cast<uint8>(scale[i]);
         // Plus one, so that 0xFF, left out, becomes the smallest; rows that are not there are left out as well.
         const uint32 most = __reduce_max_sync(kAllLanes, scale_source >= 0 ? (scale[i] + 1) & 0xFF : 0u);
         if (lane == 0) {
-            largest[first_block + i][warp % kScaleWarps] = most;
+            reinterpret_cast<uint32*>(&largest[first_block + i])[warp % kScaleWarps] = most;
         }
     }
     __syncthreads();
     const auto exponent_of = [&](int block) {
-        uint32 most = 0;
-#pragma unroll
-        for (int i = 0; i < kScaleWarps; ++i) {
-            most = larger(most, largest[block][i]);
-        }
+        const uint4 four = largest[block];
+        const uint32 most = larger(larger(four.x, four.y), larger(four.z, four.w));
         const int wanted = most == 0 ? kEmptyScale : static_cast<int>(most) - 1 - kFp4ToFp8Shift;
         return larger(wanted, static_cast<int>(p.scales.lowest));
     };
@@ -115,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, kVector ? 3 : 2) fp4_row_to_fp8_col(
         }
     }
     store_columns<kVector>(p.columns, tile, piece, staging, p.q);
-    if (tile.column + threadIdx.x < p.columns.width) {
+    if (static_cast<int>(threadIdx.x) < columns) {
         store_scale(p.scales, tile.column + threadIdx.x, tile.tile, exponent_of(threadIdx.x / kMxfp4Block));
     }
 }

@@ -32,10 +32,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp4_row_to_fp8_row(const
             codes[step][0] = codes[step][1] = 0;
             scale[step] = kUe8m0Nan;  // takes no part in the maximum
             if (quad.has_input(step)) {
-                const uint8* packed = p.packed + quad.input_row[step] * p.packed_stride + quad.first / 2;
+                const uint8* packed = row_of(p.packed + quad.first / 2, quad.input_row[step], p.packed_stride);
                 load_unit<kVector, uint8>(packed, kQuadUnit / 2, codes[step]);
-                const uint8* scales = p.block_scales + quad.input_row[step] * p.block_scales_stride;
-                scale[step] = __ldg(scales + quad.first / kMxfp4Block);
+                const uint8* scales = row_of(p.block_scales + quad.first / kMxfp4Block, quad.input_row[step], p.block_scales_stride);
+                scale[step] = __ldg(scales);
             }
         }
         int own_scale = 0;
@@ -58,11 +58,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp4_row_to_fp8_row(const
             e2m1x8_to_e4m3(codes[step][0], table, out[0], out[1]);
             e2m1x8_to_e4m3(codes[step][1], table, out[2], out[3]);
             if (quad.has_output(step)) {
-                store_unit<kVector, uint8>(p.q + (quad.row + step) * p.q_stride + quad.first, quad.valid, out);
+                store_unit<kVector, uint8>(row_of(p.q + quad.first, quad.row + step, p.q_stride), quad.valid, out);
             }
         }
-        const int64 group = quad.first / kFp8Group;
-        if (own_row < quad.rows && group * kFp8Group < p.rows.width) {
+        const int group = static_cast<int>(quad.first / kFp8Group);
+        if (own_row < quad.rows && group * kFp8Group < static_cast<int>(p.rows.width)) {
             store_scale(p.scales, quad.row + own_row, group, own_scale);
         }
     }

@@ -16,42 +16,39 @@ struct fp8_row_to_fp8_row_params {
     int64 source_stride;  // strides are in bytes, from row to row
     const char* source_scales;
     int64 source_scales_stride;
-    int64 source_scale_bytes;  // 4: FP32, 1: UE8M0
     uint8* q;
     int64 q_stride;
     Scales scales;
 };
 
-template <bool kVector>
+// kFp32: whether the rows' scales are FP32; else UE8M0.
+template <bool kFp32, bool kVector>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp8_row(const fp8_row_to_fp8_row_params p) {
     const int own_row = threadIdx.x % kQuadGroupLanes;
     const int lowest = static_cast<int>(p.scales.lowest);
     for (Quad quad(p.rows); quad.inside(p.rows); quad.advance(p.rows)) {
-        const int64 group = quad.first / kFp8Group;
-        const bool has_group = group * kFp8Group < p.rows.width;
+        const int group = static_cast<int>(quad.first / kFp8Group);
+        const bool has_group = group * kFp8Group < static_cast<int>(p.rows.width);
         uint32 codes[kQuadRows][4];
         uint32 stored[kQuadRows];  // scales as they are
+        const char* scales = p.source_scales + group * (kFp32 ? 4 : 1);
 #pragma unroll
         for (int step = 0; step < kQuadRows; ++step) {
             codes[step][0] = codes[step][1] = codes[step][2] = codes[step][3] = 0;
-            stored[step] = 0;
+            stored[step] = kFp32 ? fp32_power_bits(kEmptyScale) : kEmptyScale;
             if (quad.has_input(step)) {
-                const uint8* source = p.source + quad.input_row[step] * p.source_stride + quad.first;
+                const uint8* source = row_of(p.source + quad.first, quad.input_row[step], p.source_stride);
                 load_unit<kVector, uint8>(source, quad.valid, codes[step]);
             }
             // Also where the last group is short and a lane has no codes of it: that lane may be the one to store its scale.
             if (quad.input_row[step] >= 0 && has_group) {
-                const char* scales = p.source_scales + quad.input_row[step] * p.source_scales_stride;
-                stored[step] = load_scale(scales, group, p.source_scale_bytes);
+                stored[step] = load_scale<kFp32>(row_of(scales, quad.input_row[step], p.source_scales_stride));
             }
         }
         int own_scale = 0;
 #pragma unroll
         for (int step = 0; step < kQuadRows; ++step) {
-            int exponent = kEmptyScale;
-            if (quad.input_row[step] >= 0) {
-                exponent = p.source_scale_bytes == 4 ? fp32_scale_exponent(stored[step]) : static_cast<int>(stored[step]);
-            }
+            const int exponent = scale_exponent<kFp32>(stored[step]);
             int target = larger(exponent, lowest);
             if (target != exponent || exponent == kNanScale) {  // rare
                 const uint32 factor = exponent == kNanScale ? kNanFactor : e4m3_factor(exponent - target);
@@ -63,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp8_row(const
             }
             own_scale = step == own_row ? target : own_scale;
             if (quad.has_output(step)) {
-                store_unit<kVector, uint8>(p.q + (quad.row + step) * p.q_stride + quad.first, quad.valid, codes[step]);
+                store_unit<kVector, uint8>(row_of(p.q + quad.first, quad.row + step, p.q_stride), quad.valid, codes[step]);
             }
         }
         if (own_row < quad.rows && has_group) {

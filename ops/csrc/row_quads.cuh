@@ -27,28 +27,31 @@ constexpr int kQuadGroupLanes = 128 / kQuadUnit;
 
 // The quads of one warp, by grid strides, and this lane's place in the current one.
 struct Quad {
-    int64 row;                    // first output row
-    int64 first;                  // this lane's first value in each row
-    int valid;                    // values from there to the row's end, at most kQuadUnit; none: 0
-    int rows;                     // output rows, 1 to 4
-    int64 input_row[kQuadRows];   // -1: zeros
+    int row;                   // first output row
+    uint32 first;              // this lane's first value in each row
+    int valid;                 // values from there to the row's end, at most kQuadUnit; none: 0 or less
+    int rows;                  // output rows, up to 4
+    int input_row[kQuadRows];  // -1: zeros
 
     DS_FP4_DEVICE explicit Quad(const Rows& p) {
         const uint32 warp = blockIdx.x * (kThreads / kLanes) + __shfl_sync(kAllLanes, threadIdx.x / kLanes, 0);
-        quad = warp / static_cast<uint32>(p.tiles_a_row);
-        number = static_cast<int>(warp % static_cast<uint32>(p.tiles_a_row));
+        const uint32 tiles_a_row = static_cast<uint32>(p.tiles_a_row), quad = warp / tiles_a_row;
+        row = static_cast<int>(quad) * kQuadRows;
+        number = static_cast<int>(warp - quad * tiles_a_row);
+        const uint32 warps = gridDim.x * (kThreads / kLanes), quads = warps / tiles_a_row;
+        stride_rows = static_cast<int>(quads) * kQuadRows;
+        stride_tiles = static_cast<int>(warps - quads * tiles_a_row);
         place(p);
     }
 
-    DS_FP4_DEVICE bool inside(const Rows& p) const { return row < p.rows; }
+    DS_FP4_DEVICE bool inside(const Rows& p) const { return row < static_cast<int>(p.rows); }
 
     DS_FP4_DEVICE void advance(const Rows& p) {
-        const uint32 warps = gridDim.x * (kThreads / kLanes), tiles_a_row = static_cast<uint32>(p.tiles_a_row);
-        quad += warps / tiles_a_row;
-        number += static_cast<int>(warps % tiles_a_row);
-        if (number >= static_cast<int>(tiles_a_row)) {
-            number -= static_cast<int>(tiles_a_row);
-            ++quad;
+        row += stride_rows;
+        number += stride_tiles;
+        if (number >= static_cast<int>(p.tiles_a_row)) {
+            number -= static_cast<int>(p.tiles_a_row);
+            row += kQuadRows;
         }
         place(p);
     }
@@ -57,30 +60,28 @@ struct Quad {
     DS_FP4_DEVICE bool has_input(int step) const { return valid > 0 && input_row[step] >= 0; }
 
   private:
-    uint32 quad;
     int number;  // of the tile within the row
+    int stride_rows, stride_tiles;
 
     DS_FP4_DEVICE void place(const Rows& p) {
-        row = static_cast<int64>(quad) * kQuadRows;
-        first = static_cast<int64>(number) * kQuadColumns + threadIdx.x % kLanes * kQuadUnit;
-        valid = static_cast<int>(max(min(p.width - first, static_cast<int64>(kQuadUnit)), static_cast<int64>(0)));
-        rows = static_cast<int>(max(min(p.rows - row, static_cast<int64>(kQuadRows)), static_cast<int64>(0)));
+        first = static_cast<uint32>(number) * kQuadColumns + threadIdx.x % kLanes * kQuadUnit;
+        valid = min(static_cast<int>(p.width) - static_cast<int>(first), kQuadUnit);
+        rows = static_cast<int>(p.rows) - row;
 #pragma unroll
         for (int step = 0; step < kQuadRows; ++step) {
             input_row[step] = step < rows ? row + step : -1;
         }
         if (p.index != nullptr) {
+            const int* index = p.index + row;
 #pragma unroll
             for (int step = 0; step < kQuadRows; ++step) {
                 if (step < rows) {
-                    input_row[step] = __ldg(p.index + row + step);
+                    input_row[step] = __ldg(index + step);
                 }
             }
-#pragma unroll
-            for (int step = 0; step < kQuadRows; ++step) {
-                if (input_row[step] >= p.input_rows) {
-                    __trap();  // reading there would be worse than stopping
-                }
+            const int last = max(max(input_row[0], input_row[1]), max(input_row[2], input_row[3]));
+            if (last >= static_cast<int>(p.input_rows)) {
+                __trap();  // reading there would be worse than stopping
             }
         }
     }

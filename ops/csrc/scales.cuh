@@ -4,14 +4,19 @@
 // FP8 scales in memory: FP32 or UE8M0, row by row or as GEMMs read them.
 #pragma once
 
+#include "row_tiles.cuh"
 #include "shifted_codes.cuh"
 
 namespace ds_fp4 {
 
-// An FP8 scale as it is stored.
-DS_FP4_DEVICE uint32 load_scale(const char* scales, int64 group, int64 bytes) {
-    return bytes == 4 ? __ldg(reinterpret_cast<const uint32*>(scales) + group)
-                      : __ldg(reinterpret_cast<const uint8*>(scales) + group);
+// An FP8 scale as it is stored: FP32 or UE8M0.
+template <bool kFp32>
+DS_FP4_DEVICE uint32 load_scale(const char* address) {
+    if constexpr (kFp32) {
+        return __ldg(reinterpret_cast<const uint32*>(address));
+    } else {
+        return __ldg(reinterpret_cast<const uint8*>(address));
+    }
 }
 
 // Where FP8 scales go: row by row (groups side by side) or as GEMMs read them (rows side by side), FP32 or UE8M0.
@@ -23,8 +28,8 @@ struct Scales {
     int64 lowest;        // biased exponent that scales are not to fall below: -22 (FP32), 0 (UE8M0), 1 (FP32, normal)
 };
 
-DS_FP4_DEVICE void store_scale(const Scales& p, int64 row, int64 group, int exponent) {
-    char* address = p.base + row * p.row_stride + group * p.group_stride;
+DS_FP4_DEVICE void store_scale(const Scales& p, int row, int group, int exponent) {
+    char* address = row_of(row_of(p.base, row, p.row_stride), group, p.group_stride);
     if (p.bytes == 4) {
         *reinterpret_cast<uint32*>(address) = fp32_power_bits(exponent);
     } else {

@@ -25,18 +25,22 @@ DS_FP4_HD uint32 fp32_power_bits(int exponent) {
     return exponent > 0 ? static_cast<uint32>(exponent) << 23 : 1u << (exponent - kLowestFp32Scale);
 }
 
-// Biased exponent of an FP32 scale as the reference reads it (`fp32_scale_bits`): kNanScale for NaN and infinity.
-DS_FP4_HD int fp32_scale_exponent(uint32 bits) {
-    bits &= kMagnitudeMask;
-    const int field = static_cast<int>(bits >> 23);
-    if (field != 0) {
-        return field;
+// Biased exponent of a scale as it is stored, FP32 or UE8M0. FP32 ones are read as the reference does (`fp32_scale_bits`):
+// kNanScale for NaN and infinity.
+template <bool kFp32>
+DS_FP4_HD int scale_exponent(uint32 stored) {
+    if constexpr (!kFp32) {
+        return static_cast<int>(stored);
     }
-    bits = larger(bits, 1u);
+    stored &= kMagnitudeMask;
+    if (stored >= 0x00800000u) {
+        return static_cast<int>(stored >> 23);
+    }
+    stored = larger(stored, 1u);
 #if DS_FP4_ARCH
-    return kLowestFp32Scale + 31 - __clz(bits);
+    return kLowestFp32Scale + 31 - __clz(stored);
 #else
-    return kLowestFp32Scale + 31 - __builtin_clz(bits);
+    return kLowestFp32Scale + 31 - __builtin_clz(stored);
 #endif
 }
 
@@ -111,36 +115,35 @@ DS_FP4_HD uint32 e4m3_magnitude_bits(uint32 code) {
     return bits_of(multiply(float_of(code << 20), float_of((127u + 120u) << 23)));
 }
 
-// A block's scale byte, from the code of its largest magnitude (neither NaN nor 0) and its group's scale exponent.
-DS_FP4_HD uint32 fp8_to_fp4_scale(uint32 amax, int exponent, uint32 rounding) {
-    const int field = static_cast<int>((e4m3_magnitude_bits(amax) + rounding) >> 23) - kE2m1MaxPow2 - 127;
-    return static_cast<uint32>(smaller(larger(field + exponent, 0), 254));
+// A block's scale byte, from the code of its largest magnitude (not NaN; 0 is taken for 1) and its group's scale exponent.
+DS_FP4_HD int fp8_to_fp4_scale(uint32 amax, int exponent, uint32 rounding) {
+    const int field = static_cast<int>((e4m3_magnitude_bits(larger(amax, 1u)) + rounding) >> 23) - kE2m1MaxPow2 - 127;
+    return smaller(larger(field + exponent, 0), 254);
 }
 
-// Eight E2M1 codes, value 0 in the low nibble, of eight E4M3 codes times 2^shift. The rounding is that of encode_e2m1x8
+// Eight E2M1 codes, value 0 in the low nibble, of eight E4M3 codes times 2^shift, 11 at most. The rounding is that of encode_e2m1x8
 // (formats.cuh): values times 2^shift are exact within its fused multiply-adds.
 DS_FP4_HD uint32 e4m3x8_to_e2m1(uint32 first, uint32 second, int shift) {
-    // At -12 every code rounds to zero. Only of zeros can a shift be above 11.
-    const uint32 exponent = static_cast<uint32>(smaller(larger(shift, -12), 11) + 15);
+    const uint32 exponent = static_cast<uint32>(larger(shift, -12) + 15);  // at -12 every code rounds to zero
     const uint32 once = exponent * 0x04000400u, twice = once + 0x04000400u, half = once - 0x04000400u;
     const uint32 codes[2] = {first, second};
     uint32 bytes[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const uint32 magnitudes = codes[i] & kE4m3NanCodes;
-        uint32 code[2];
+        uint32 value[2], code[2];
+        decode_e4m3x4(magnitudes, value[0], value[1]);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const uint32 v = decode_e4m3x2((magnitudes >> (16 * j)) & 0xFFFFu);
+            const uint32 v = value[j];
             const uint32 below_2 = Fp16::fma(v, twice, Fp16::splat(Fp16::kUnitStep));
             const uint32 below_4 = Fp16::fma(v, once, Fp16::splat(Fp16::kUnitStep + 2));
             const uint32 from_4 = Fp16::fma(v, half, Fp16::splat(Fp16::kUnitStep + 4));
             code[j] = Fp16::min(Fp16::min(below_2, below_4), Fp16::min(from_4, Fp16::splat(Fp16::kUnitStep + 7)));
         }
-        const uint32 nibbles = permute_bytes(code[0], code[1], 0x6420) | ((codes[i] >> 4) & 0x08080808u);
-        bytes[i] = nibbles | (nibbles >> 4);
+        bytes[i] = permute_bytes(code[0], code[1], 0x6420) | ((codes[i] >> 4) & 0x08080808u);
     }
-    return permute_bytes(bytes[0], bytes[1], 0x6420);
+    return permute_bytes(bytes[0], bytes[1], 0x6420) + 16 * permute_bytes(bytes[0], bytes[1], 0x7531);
 }
 
 // ---- FP8 to FP8 ----
@@ -158,13 +161,14 @@ DS_FP4_HD uint32 encode_e4m3x2_of_fp16(uint32 values) {
 #endif
 }
 
-DS_FP4_HD uint32 decode_e4m3x2_with_nan(uint32 codes) {
-#if DS_FP4_ARCH >= 890
-    return decode_e4m3x2(codes);
-#else
-    uint32 values = decode_e4m3x2(codes);
-    values = (codes & 0x7Fu) == 0x7Fu ? (values & 0xFFFF0000u) | 0x7E00u : values;
-    return (codes & 0x7F00u) == 0x7F00u ? (values & 0xFFFFu) | 0x7E000000u : values;
+// `decode_e4m3x4` for codes that may be NaN.
+DS_FP4_HD void decode_e4m3x4_with_nan(uint32 codes, uint32& low, uint32& high) {
+    decode_e4m3x4(codes, low, high);
+#if DS_FP4_ARCH < 890
+    low = (codes & 0x7Fu) == 0x7Fu ? (low & 0xFFFF0000u) | 0x7E00u : low;
+    low = (codes & 0x7F00u) == 0x7F00u ? (low & 0xFFFFu) | 0x7E000000u : low;
+    high = (codes & 0x7F0000u) == 0x7F0000u ? (high & 0xFFFF0000u) | 0x7E00u : high;
+    high = (codes & 0x7F000000u) == 0x7F000000u ? (high & 0xFFFFu) | 0x7E000000u : high;
 #endif
 }
 
@@ -179,8 +183,10 @@ constexpr uint32 kNanFactor = 0x7FFF7FFFu;  // makes every code NaN, 0x7F
 
 // Four codes in a word times a factor. NaN codes become 0x7F.
 DS_FP4_HD uint32 scale_e4m3x4(uint32 codes, uint32 factor) {
-    const uint32 low = Fp16::fma(decode_e4m3x2_with_nan(codes & 0xFFFFu), factor, 0x80008000u);
-    const uint32 high = Fp16::fma(decode_e4m3x2_with_nan(codes >> 16), factor, 0x80008000u);
+    uint32 low, high;
+    decode_e4m3x4_with_nan(codes, low, high);
+    low = Fp16::fma(low, factor, 0x80008000u);
+    high = Fp16::fma(high, factor, 0x80008000u);
     return encode_e4m3x2_of_fp16(low) | encode_e4m3x2_of_fp16(high) << 16;
 }
 
