@@ -97,15 +97,15 @@ template <typename Byte>
 DS_FP4_DEVICE Byte* row_of(Byte* base, int row, int64 stride) {
     static_assert(sizeof(Byte) == 1, "strides are in bytes");
 #if DS_FP4_ARCH
-    // Keeps the sum that `base` is, which many rows share, from being taken apart and added up again for each of them.
-    asm("" : "+l"(base));
-    __builtin_assume(__isGlobal(base));
-#endif
+    // In PTX, because the compiler would take apart the sum that `base` is and add it up again for every row.
+    Byte* result;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(result) : "r"(row), "r"(static_cast<uint32>(stride)), "l"(base));
+    __builtin_assume(__isGlobal(result));
+    return result;
+#else
     return base + static_cast<unsigned long long>(static_cast<uint32>(row)) * static_cast<uint32>(stride);
+#endif
 }
-
-//
-// kVector promises whole units that are aligned to their size (to 16 bytes, where they are larger).
 
 template <int kCount>
 DS_FP4_DEVICE void load_words(const void* address, uint32 (&word)[kCount]) {
@@ -210,8 +210,8 @@ DS_FP4_DEVICE void load_values(const char* base, int64 row_stride, const Tile& t
 
 template <bool kVector, typename T>
 DS_FP4_DEVICE void store_values(char* base, int64 row_stride, const Tile& tile, int step, const Values8<T>& values) {
+    char* address = row_of(base, tile.row, row_stride) + static_cast<int64>(tile.first + step * kStepValues) * T::kBytes;
     if (tile.has_unit(step)) {
-        char* address = row_of(base, tile.row, row_stride) + static_cast<int64>(tile.first + step * kStepValues) * T::kBytes;
         store_unit<kVector, typename T::Element>(address, tile.valid(step), values.word);
     }
 }
