@@ -23,6 +23,8 @@ from ds_fp4.ops.conversions import (
     fp8_row_to_fp4_row,
     fp8_row_to_fp8_col,
     fp8_row_to_fp8_row,
+    split_weight_gradient,
+    weight_to_fp8,
 )
 
 __all__ = [
@@ -38,4 +40,6 @@ __all__ = [
     "fp8_row_to_fp8_col",
     "fp8_row_to_fp8_row",
     "load_kernels",
+    "split_weight_gradient",
+    "weight_to_fp8",
 ]

@@ -16,7 +16,18 @@ import torch
 
 from ds_fp4 import formats
 from ds_fp4.formats import checks, ue8m0
-from ds_fp4.ops.kernels import SOURCE_SCALES, VALUES, launch_columns, launch_rows, row_stride, scales_values
+from ds_fp4.ops.kernels import (
+    KERNELS,
+    SOURCE_SCALES,
+    THREADS,
+    VALUES,
+    grid_for,
+    launch_blocks,
+    launch_columns,
+    launch_rows,
+    row_stride,
+    scales_values,
+)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -256,3 +267,51 @@ def bf16_to_fp8_row_and_col(
         **scales_values("scales", column_scales, lowest),
     )  # fmt: skip
     return (row_q, row_scales), (column_q, column_scales)
+
+
+@functools.wraps(formats.weight_to_fp8)
+def weight_to_fp8(
+    w1: torch.Tensor, w3: torch.Tensor | None = None, *, out: tuple[Pair, Pair] | None = None
+) -> tuple[Pair, Pair]:
+    if not _on_gpu(w1):
+        return formats.weight_to_fp8(w1, w3, out=out)
+    (q, scales), (q_t, scales_t) = checks.prepare_weight_to_fp8(w1, w3, out)
+    if w3 is not None and w3.stride() != w1.stride():
+        w3 = w3.contiguous()
+        w1 = w1.contiguous()
+    experts, n, k = q.shape
+    blocks_n, blocks_k = scales.shape[1:]
+    itemsize = w1.element_size()
+    strides = [stride * itemsize for stride in w1.stride()[:2]]
+    pointers = [w1.data_ptr(), 0 if w3 is None else w3.data_ptr()]
+    # Values are read four at a time, codes written four and sixteen at a time.
+    vector = k % 4 == 0 and n % 16 == 0 and all(
+        number % (4 * itemsize) == 0 for number in (*pointers, *strides)
+    ) and q.data_ptr() % 4 == 0 and q_t.data_ptr() % 16 == 0  # fmt: skip
+    launch_blocks(
+        "weight_to_fp8", VALUES[w1.dtype], experts * blocks_n * blocks_k, w1.device.index, vector,
+        rows=n, width=k, first_rows=w1.shape[1], row_tiles=blocks_n, column_tiles=blocks_k,
+        w1=pointers[0], w3=pointers[1], expert_stride=strides[0], row_stride=strides[1],
+        q=q.data_ptr(), scales=scales.data_ptr(), q_t=q_t.data_ptr(), scales_t=scales_t.data_ptr(),
+    )  # fmt: skip
+    return (q, scales), (q_t, scales_t)
+
+
+@functools.wraps(formats.split_weight_gradient)
+def split_weight_gradient(gradient: torch.Tensor, *, out: Pair | None = None) -> Pair:
+    if not _on_gpu(gradient):
+        return formats.split_weight_gradient(gradient, out=out)
+    g1, g3 = checks.prepare_split_weight_gradient(gradient, out)
+    half = g1.shape[1] * g1.shape[2]
+    if half % 8 or any(t.data_ptr() % 16 for t in (gradient, g1, g3)):
+        g1.copy_(gradient[:, : g1.shape[1]])
+        g3.copy_(gradient[:, g1.shape[1] :])
+        return g1, g3
+    tiles_a_half = -(-half // KERNELS["split_weight_gradient"].tile[1])
+    tiles = 2 * g1.shape[0] * tiles_a_half
+    launch_blocks(
+        "split_weight_gradient", (), grid_for(THREADS * tiles, gradient.device.index), gradient.device.index,
+        tiles=tiles, tiles_a_half=tiles_a_half, half_units=half // 8,
+        gradient=gradient.data_ptr(), g1=g1.data_ptr(), g3=g3.data_ptr(),
+    )  # fmt: skip
+    return g1, g3

@@ -114,6 +114,15 @@ KERNELS: Mapping[str, Kernel] = {
             "bf16_to_fp8_row_and_col", _VALUES_AND_VECTOR, 128,
             "x", "x_stride", "row_q", "row_q_stride", *_scales("row_scales"), "q", *_scales("scales"),
         ),
+        Kernel(
+            "weight_to_fp8",
+            (
+                "rows", "width", "first_rows", "row_tiles", "column_tiles",
+                "w1", "w3", "expert_stride", "row_stride", "q", "scales", "q_t", "scales_t",
+            ),
+            _VALUES_AND_VECTOR, (TILE_TOKENS, 128),
+        ),
+        Kernel("split_weight_gradient", ("tiles", "tiles_a_half", "half_units", "gradient", "g1", "g3"), ("",), (1, 8192)),
         _column_kernel(
             "fp8_row_to_fp8_col", _FP32_AND_VECTOR, 128,
             "source", "source_stride", "source_scales", "source_scales_stride",
@@ -180,6 +189,11 @@ def _addresses(values: dict[str, int], units: Mapping[str, tuple[torch.Tensor, i
     return vector
 
 
+def grid_for(threads: int, device: int) -> int:
+    """Blocks for a kernel that goes over its work in grid strides."""
+    return min(-(-threads // THREADS), _multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
+
+
 def launch_rows(
     name: str,
     arguments: tuple[str, ...],
@@ -220,10 +234,8 @@ def launch_rows(
     }
     vector = _addresses(values, units) and width % unit == 0
     device = next(iter(units.values()))[0].device.index
-    blocks = -(-(-(-rows // tile_rows) * tiles_a_row) // (THREADS // 32))
-    grid = min(blocks, _multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
-    template = _template(arguments, vector)
-    launch(kernel, template, grid, values, device)
+    warps = -(-rows // tile_rows) * tiles_a_row
+    launch(kernel, _template(arguments, vector), grid_for(32 * warps, device), values, device)
 
 
 def launch_columns(
@@ -261,6 +273,20 @@ def launch_columns(
     }
     vector = _addresses(values, units) and width % unit == 0
     launch(kernel, _template(arguments, vector), tiles * column_tiles, values, group_sizes.device.index)
+
+
+def launch_blocks(
+    name: str, arguments: tuple[str, ...], blocks: int, device: int, vector: bool | None = None, **values: int
+) -> None:
+    """Launch any kernel on the current stream of `device`.
+
+    Args:
+        vector: the template's last argument; None if it has none.
+        values: all of its parameters.
+    """
+    if blocks:
+        template = ", ".join(arguments) if vector is None else _template(arguments, vector)
+        launch(KERNELS[name], template, blocks, values, device)
 
 
 def _template(arguments: tuple[str, ...], vector: bool) -> str:

@@ -292,6 +292,35 @@ def check_fp8_row_to_fp8_col(
     canvas.check()
 
 
+def check_weight_to_fp8(device, kind, experts, rows, k, seed, dtype, joined, aligned=True, poisoned=False) -> None:
+    w1, w3 = (
+        strategies.make(kind, experts * rows, k, dtype, seed + i).view(experts, rows, k).contiguous() for i in range(2)
+    )
+    if poisoned:
+        w3 = strategies.poison(w3.view(-1, k), seed, 2).view(w3.shape)
+    expected = formats.weight_to_fp8(w1, w3 if joined else None)
+    canvas = Canvas(device, aligned)
+    out = tuple(
+        tuple(canvas.empty((t.numel(),), t.dtype).view(t.shape) for t in pair) for pair in expected
+    )
+    w1, w3 = (in_views(device, w.view(-1, k), aligned=aligned)[0] for w in (w1, w3))
+    w1, w3 = (w.as_strided((experts, rows, k), (rows * w.stride(0), w.stride(0), 1)) for w in (w1, w3))
+    assert_same(ops.weight_to_fp8(w1, w3 if joined else None, out=out), expected, "weight_to_fp8")
+    canvas.check()
+
+
+def check_split_weight_gradient(device, experts, rows, k, seed, aligned=True) -> None:
+    g = torch.Generator().manual_seed(seed)
+    gradient = torch.randint(-(2**31), 2**31, (experts, 2 * rows, k), generator=g).to(torch.int32).view(torch.float32)
+    # Every NaN will do, so that there is none: payloads differ from one conversion to the other.
+    gradient = torch.where(gradient.isnan(), torch.inf, gradient)
+    expected = formats.split_weight_gradient(gradient)
+    canvas = Canvas(device, aligned)
+    out = tuple(canvas.empty((t.numel(),), t.dtype).view(t.shape) for t in expected)
+    assert_same(ops.split_weight_gradient(gradient.to(device), out=out), expected, "split_weight_gradient")
+    canvas.check()
+
+
 def check_bf16_to_fp8_row_and_col(device, kind, sizes, k, seed, dtype, index, layout="row", aligned=True) -> None:
     rows = int(sizes.sum())
     input_rows = rows if index == "none" else rows // 2 + 1

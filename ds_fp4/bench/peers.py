@@ -115,3 +115,12 @@ def padding_index(group_sizes: list[int], index: torch.Tensor | None, device: to
         rows.append(padded)
         start += size
     return torch.cat(rows)
+
+
+def quantize_weights(w: torch.Tensor):
+    """torchao's Triton kernels for 128x128 blocks of [E, N, K], as they are and transposed, expert by expert."""
+    kernel = _fp8_kernel("triton_fp8_blockwise_weight_quant_rhs")
+    transposed = _fp8_kernel("triton_fp8_blockwise_weight_quant_transposed_rhs")
+    if kernel is None or transposed is None:
+        return None
+    return lambda: [(kernel(expert), transposed(expert)) for expert in w]

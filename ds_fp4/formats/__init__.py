@@ -4,8 +4,8 @@
 
 One place for each rule: `e2m1`, `e4m3`, `ue8m0` (codes and scales), `blocks` (which scale), `mxfp4`, `fp8` (rows),
 `convert` (from one format to another without a wider type in between), `columns` (the layout of weight-gradient
-operands), `checks` (arguments). `ds_fp4.ops` exports the same calls, with kernels for CUDA tensors. docs/formats.md
-says it in words.
+operands), `row_and_col` (both of one tensor), `weights`, `checks` (arguments). `ds_fp4.ops` exports the same calls,
+with kernels for CUDA tensors. docs/formats.md says it in words.
 """
 
 from .blocks import FP8_GROUP, MXFP4_BLOCK, SCALE_ROUNDINGS
@@ -21,6 +21,7 @@ from .convert import (
 from .fp8 import bf16_to_fp8_row, fp8_row_to_bf16
 from .mxfp4 import bf16_to_fp4_row, fp4_row_to_bf16
 from .row_and_col import bf16_to_fp8_row_and_col
+from .weights import split_weight_gradient, weight_to_fp8
 
 __all__ = [
     "ColumnLayout",
@@ -40,4 +41,6 @@ __all__ = [
     "fp8_row_to_fp8_col",
     "fp8_row_to_fp8_row",
     "padded_sizes",
+    "split_weight_gradient",
+    "weight_to_fp8",
 ]

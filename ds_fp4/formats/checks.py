@@ -327,10 +327,59 @@ def prepare_bf16_to_fp8_row_and_col(
 ) -> tuple[int, Pair, Pair]:
     check_tensor("x", x, FLOAT_DTYPES, None, 2)
     check_width("x", x.shape[1], 1)
-    if out is not None and (not isinstance(out, (tuple, list)) or len(out) != 2):
-        got = f"{len(out)} of them" if isinstance(out, (tuple, list)) else type(out).__name__
-        raise ValueError(f"out must be the pairs ((q, scales) of rows, (q, scales) of columns), got {got}")
-    row_out, column_out = (None, None) if out is None else out
+    row_out, column_out = _pair_of(out, "the pairs ((q, scales) of rows, (q, scales) of columns)")
     rows, k = check_index(index, x.shape[0], x.device), x.shape[1]
     padded_rows, column_out = _column_outputs(rows, k, group_sizes, padded_rows, scale_layout, x.device, column_out)
     return padded_rows, _fp8_outputs(rows, k, torch.float32, scale_layout, x.device, row_out), column_out
+
+
+def _check_contiguous(name: str, t: torch.Tensor) -> None:
+    if not t.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tuple(t.stride())} for shape {tuple(t.shape)}")
+
+
+def _pair_of(out, what: str) -> tuple:
+    if out is None:
+        return None, None
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        got = f"{len(out)} of them" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise ValueError(f"out must be {what}, got {got}")
+    return out[0], out[1]
+
+
+def prepare_weight_to_fp8(
+    w1: torch.Tensor, w3: torch.Tensor | None, out: tuple[Pair, Pair] | None
+) -> tuple[Pair, Pair]:
+    check_tensor("w1", w1, FLOAT_DTYPES, None, 3)
+    check_width("w1", w1.shape[2], 1)
+    experts, n, k = w1.shape
+    if w3 is not None:
+        check_tensor("w3", w3, (w1.dtype,), w1.device, 3)
+        check_shape("w3", w3, w1.shape)
+        n *= 2
+    blocks_n, blocks_k = -(-n // FP8_GROUP), -(-k // FP8_GROUP)
+    shapes = (((experts, n, k), (experts, blocks_n, blocks_k)), ((experts, k, n), (experts, blocks_k, blocks_n)))
+    dtypes = (e4m3.CODE_DTYPES, (torch.float32,))
+    given = _pair_of(out, "the pairs ((q, scales), (q_t, scales_t))")
+    names = (("q", "scales"), ("q_t", "scales_t"))
+    pairs = [
+        _output_pair(part, part_names, part_shapes, dtypes, w1.device)
+        for part, part_names, part_shapes in zip(given, names, shapes, strict=True)
+    ]
+    for pair, part_names in zip(pairs, names, strict=True):
+        for t, name in zip(pair, part_names, strict=True):
+            _check_contiguous(f"out's {name}", t)
+    return pairs[0], pairs[1]
+
+
+def prepare_split_weight_gradient(gradient: torch.Tensor, out: Pair | None) -> Pair:
+    check_tensor("gradient", gradient, (torch.float32,), None, 3)
+    _check_contiguous("gradient", gradient)
+    experts, n, k = gradient.shape
+    if n % 2:
+        raise ValueError(f"gradient must have an even number of rows (those of w1, of w3), got {n}")
+    shape = (experts, n // 2, k)
+    pair = _output_pair(out, ("g1", "g3"), (shape, shape), ((torch.bfloat16,), (torch.bfloat16,)), gradient.device)
+    for name, t in zip(("g1", "g3"), pair, strict=True):
+        _check_contiguous(f"out's {name}", t)
+    return pair

@@ -167,30 +167,43 @@ DS_FP4_HD void turn_4x4(const uint32 (&token)[4], uint32 (&column)[4]) {
     column[3] = permute_bytes(ab23, cd23, 0x7632);
 }
 
-// Step 4. `piece[c]` is this thread's piece of its column c. All threads of the block must call.
-template <bool kVector, int kWidth>
-DS_FP4_DEVICE void store_columns(const Columns& p, const ColumnTile& tile, const uint32 (&piece)[kWidth][4],
-                                 uint4* staging, uint8* q) {
+// Step 4, first half. `piece[c]` is this thread's piece of its column c.
+template <int kWidth>
+DS_FP4_DEVICE void stage_columns(const uint32 (&piece)[kWidth][4], uint4* staging) {
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
 #pragma unroll
     for (int c = 0; c < kWidth; ++c) {
         uint4* column = staging + (lane * kWidth + c) * kPieces;
         column[warp ^ (lane % kPieces)] = make_uint4(piece[c][0], piece[c][1], piece[c][2], piece[c][3]);
     }
-    __syncthreads();
+}
+
+// Step 4, second half, after a barrier. `columns` and `rows` are those that there are, from this tile's first on; `q` is where
+// its first column begins, `stride` bytes lie from column to column.
+template <bool kVector, int kWidth>
+DS_FP4_DEVICE void store_staged(const uint4* staging, uint8* q, int64 stride, int columns, int rows) {
     constexpr int kColumnsAtOnce = kThreads / kPieces;
     const int number = threadIdx.x % kPieces, first = threadIdx.x / kPieces;
-    const int columns = static_cast<int>(p.width) - tile.column;
-    uint8* address = row_of(q + tile.run + number * 16, tile.column + first, tile.run_stride);
+    uint8* address = row_of(q + number * 16, first, stride);
 #pragma unroll
     for (int i = 0; i < kLanes * kWidth / kColumnsAtOnce; ++i) {
         const int c = first + i * kColumnsAtOnce;
         const uint4 codes = staging[c * kPieces + (number ^ (c / kWidth % kPieces))];
-        if (c < columns) {
+        if (c < columns && number * 16 < rows) {
             const uint32 words[4] = {codes.x, codes.y, codes.z, codes.w};
-            store_unit<kVector, uint8>(row_of(address, i * kColumnsAtOnce, tile.run_stride), 16, words);
+            store_unit<kVector, uint8>(row_of(address, i * kColumnsAtOnce, stride), min(rows - number * 16, 16), words);
         }
     }
+}
+
+// Step 4 for a tile of the column layout. All threads of the block must call.
+template <bool kVector, int kWidth>
+DS_FP4_DEVICE void store_columns(const Columns& p, const ColumnTile& tile, const uint32 (&piece)[kWidth][4],
+                                 uint4* staging, uint8* q) {
+    stage_columns(piece, staging);
+    __syncthreads();
+    q = row_of(q + tile.run, tile.column, tile.run_stride);
+    store_staged<kVector, kWidth>(staging, q, tile.run_stride, static_cast<int>(p.width) - tile.column, kTokens);
 }
 
 }  // namespace ds_fp4

@@ -16,6 +16,8 @@
 #include "fp8_row_to_fp8_col.cuh"
 #include "fp8_row_to_fp8_row.cuh"
 #include "kernels.h"
+#include "split_weight_gradient.cuh"
+#include "weight_to_fp8.cuh"
 
 namespace ds_fp4 {
 namespace {
@@ -48,6 +50,8 @@ const std::vector<KernelEntry>& kernel_table() {
         DS_FP4_FP4_KERNEL(fp4_row_to_fp8_col),
         DS_FP4_FP8_KERNEL(fp8_row_to_fp8_col),
         DS_FP4_ROW_KERNEL(bf16_to_fp8_row_and_col),
+        DS_FP4_ROW_KERNEL(weight_to_fp8),
+        DS_FP4_ENTRY(split_weight_gradient<>),
     };
     return table;
 }

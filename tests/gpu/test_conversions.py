@@ -125,6 +125,35 @@ def test_many_groups():
         checks.check_bf16_to_fp8_row_and_col("cuda", "gaussian", sizes, 256, seed, torch.bfloat16, "none", "gemm")
 
 
+# ---- weights ----
+
+
+@sweep
+@given(
+    st.sampled_from(strategies.FINITE_KINDS), st.integers(0, 3), st.integers(1, 300), st.integers(1, 300), seeds,
+    st.sampled_from(DTYPES), st.booleans(), aligned, st.booleans(),
+)  # fmt: skip
+def test_weight_to_fp8(kind, experts, rows, k, seed, dtype, joined, aligned, poisoned):
+    checks.check_weight_to_fp8("cuda", kind, experts, rows, k, seed, dtype, joined, aligned, poisoned and experts > 0)
+
+
+@sweep
+@given(st.integers(0, 4), st.integers(1, 300), st.integers(1, 300), seeds, aligned)
+def test_split_weight_gradient(experts, rows, k, seed, aligned):
+    checks.check_split_weight_gradient("cuda", experts, rows, k, seed, aligned)
+
+
+def test_weights_of_real_shapes(device):
+    # DeepSeek-V3's experts, Qwen3's, and an I that is no multiple of 128.
+    for rows, k in ((2048, 7168), (1536, 4096), (1416, 1024)):
+        w1, w3 = (torch.randn(2, rows, k, device=device).bfloat16() * 0.02 for _ in range(2))
+        checks.assert_same(ops.weight_to_fp8(w1, w3), formats.weight_to_fp8(w1, w3), f"{rows} {k}")
+        w2 = torch.randn(2, k, rows, device=device).bfloat16()
+        checks.assert_same(ops.weight_to_fp8(w2), formats.weight_to_fp8(w2), f"{k} {rows}")
+        gradient = torch.randn(2, 2 * rows, k, device=device)
+        checks.assert_same(ops.split_weight_gradient(gradient), formats.split_weight_gradient(gradient), f"{rows}")
+
+
 # ---- every code under every scale ----
 
 

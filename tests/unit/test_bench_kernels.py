@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from ds_fp4.bench import conversion_cases, kernels, timing
+from ds_fp4.bench import conversion_cases, kernels, timing, weight_cases
 from ds_fp4.bench.case import Case
 from ds_fp4.cli import main as cli
 
@@ -66,6 +66,13 @@ def test_small_cases_run(on_host, name):
     else:
         padded = result["bytes"] - rows * k * (source + (target if "row_and_col" in name else 0))
         assert rows * k <= padded <= (rows + 8 * 128) * k * 1.02
+
+
+@pytest.mark.parametrize("name", ["weight_to_fp8", "split_weight_gradient"])
+def test_small_weight_cases_run(on_host, name):
+    case = next(c for c in weight_cases.CASES if c.name == name and "small" in c.shapes)
+    size = {"weight_to_fp8": 2 + 2, "split_weight_gradient": 4 + 2}[name]
+    assert kernels.measure(case, CPU, with_peer=False)["bytes"] == pytest.approx(2 * 128 * 512 * size, rel=0.01)
 
 
 def test_routed_cases_run(on_host):
