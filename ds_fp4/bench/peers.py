@@ -118,9 +118,11 @@ def padding_index(group_sizes: list[int], index: torch.Tensor | None, device: to
 
 
 def quantize_weights(w: torch.Tensor):
-    """torchao's Triton kernels for 128x128 blocks of [E, N, K], as they are and transposed, expert by expert."""
-    kernel = _fp8_kernel("triton_fp8_blockwise_weight_quant_rhs")
-    transposed = _fp8_kernel("triton_fp8_blockwise_weight_quant_transposed_rhs")
+    """torchao's Triton kernels for 128x128 blocks of [E, N, K], as they are and transposed: two reads."""
+    module = _torchao("blockwise_fp8_training.deepgemm_quant")
+    kernel = module and getattr(module, "triton_fp8_blockwise_weight_quant_grouped_transposed_rhs_deepgemm", None)
+    transposed = module and getattr(module, "triton_fp8_blockwise_weight_quant_grouped_rhs_deepgemm", None)
     if kernel is None or transposed is None:
         return None
-    return lambda: [(kernel(expert), transposed(expert)) for expert in w]
+    w_t = w.transpose(1, 2)
+    return lambda: (kernel(w_t), transposed(w_t))

@@ -4,8 +4,9 @@
 
 Weights have one scale per block of 128 x 128, so that W and its transpose have the same codes: what the forward pass
 multiplies by is, value for value, what the data gradient is multiplied by. Scales are powers of two like all others
-here (GEMM libraries take any FP32): E4M3 is a floating point format, where a factor below two changes no relative
-error, and the values stay those of a rounding of the weights alone.
+here (GEMM libraries take any FP32). E4M3 is a floating point format, where a factor below two hardly matters: Gaussian
+weights come to 31.5 dB of signal to noise with powers of two and 31.6 with amax / 448, uniform ones to 32.5 and 31.9,
+Student-t(3) ones to 31.9 and 32.7.
 """
 
 import torch
