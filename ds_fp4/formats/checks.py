@@ -153,7 +153,7 @@ def _check_gemm_scales(name: str, t: torch.Tensor, shape: Sequence[int], device:
     check_tensor(name, t.t(), (torch.float32,), device, 2)
     check_shape(name, t, shape)
     rows, groups = shape
-    if groups > 1 and (t.stride(1) < rows or t.stride(1) % 4):
+    if rows and groups > 1 and (t.stride(1) < rows or t.stride(1) % 4):
         raise ValueError(
             f'{name} in scale_layout "gemm" must have strides (1, a multiple of 4 that is at least {rows}), '
             f"got {tuple(t.stride())}"

@@ -66,7 +66,8 @@ struct Quad {
     DS_FP4_DEVICE void place(const Rows& p) {
         first = static_cast<uint32>(number) * kQuadColumns + threadIdx.x % kLanes * kQuadUnit;
         valid = min(static_cast<int>(p.width) - static_cast<int>(first), kQuadUnit);
-        rows = static_cast<int>(p.rows) - row;
+        // Clamped: eight lanes share a group, and those past the fourth must not store another quad's scales.
+        rows = min(static_cast<int>(p.rows) - row, kQuadRows);
 #pragma unroll
         for (int step = 0; step < kQuadRows; ++step) {
             input_row[step] = step < rows ? row + step : -1;
