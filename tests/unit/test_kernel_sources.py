@@ -221,6 +221,47 @@ def test_codes_are_those_of_nvidias_conversions(host, dtype):
         assert torch.equal(codes, got)
 
 
+def _all_codes() -> torch.Tensor:
+    """All 256 E4M3 codes in each place of a unit of eight: every code beside every other parity."""
+    return torch.cat([torch.arange(256).roll(i) for i in range(8)]).to(torch.uint8)
+
+
+@pytest.mark.skipif(_cuda_include() is None, reason="no cuda_fp4.h")
+def test_shifts_are_those_of_nvidias_conversions(host):
+    nvidia = functools.cache(host.nvidia_shifted)
+    shifts = torch.arange(-30, 7, dtype=torch.int32)
+    codes = torch.empty(len(shifts), 256, 8, dtype=torch.uint8)
+    host.host_fp4_to_fp8(_pointer(shifts), ctypes.c_int64(len(shifts)), _pointer(codes))
+    for i, shift in enumerate(shifts.tolist()):
+        table = torch.tensor([nvidia(code, 1, 0, shift) & 0xFF for code in range(16)], dtype=torch.uint8)
+        byte = torch.arange(256)
+        pair = torch.stack([table[byte & 0xF], table[byte >> 4]], 1)
+        assert torch.equal(codes[i], pair.repeat(1, 4)), shift
+    source = _all_codes()
+    finite = (source & 0x7F) != 0x7F
+    for shift in range(-30, 12):
+        packed = torch.empty(source.numel() // 2, dtype=torch.uint8)
+        host.host_fp8_to_fp4(_pointer(source), ctypes.c_int64(source.numel() // 8), shift, _pointer(packed))
+        table = torch.tensor([nvidia(code, 0, 1, shift) & 0xF for code in range(256)], dtype=torch.uint8)
+        got = torch.stack([packed & 0xF, packed >> 4], 1).flatten()
+        assert torch.equal(got[finite], table[source.long()][finite]), shift
+    for shift in range(-30, 1):
+        shifted = torch.empty_like(source)
+        host.host_fp8_to_fp8(_pointer(source), ctypes.c_int64(source.numel() // 4), shift, _pointer(shifted))
+        table = torch.tensor([nvidia(code, 0, 0, shift) & 0xFF for code in range(256)], dtype=torch.uint8)
+        # NVIDIA's FP64 conversion keeps a NaN's sign, its FP16 one does not.
+        table[0xFF] = 0x7F
+        assert torch.equal(shifted, table[source.long()]), shift
+
+
+def test_largest_code_of_16(host):
+    codes = torch.randint(0, 256, (4096, 16), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    codes &= (torch.randint(0, 128, (4096, 1), generator=torch.Generator().manual_seed(1)) | 0x80).to(torch.uint8)
+    largest = torch.empty(4096, dtype=torch.int32)
+    host.host_e4m3_amax(_pointer(codes), ctypes.c_int64(4096), _pointer(largest))
+    assert torch.equal(largest, (codes & 0x7F).amax(1).to(torch.int32))
+
+
 # ---- the sources under nvcc ----
 
 
