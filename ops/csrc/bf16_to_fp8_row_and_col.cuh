@@ -21,13 +21,14 @@ struct bf16_to_fp8_row_and_col_params {
 };
 
 template <typename In, bool kVector>
-__global__ void __launch_bounds__(kThreads, kVector && In::kWords == 4 ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, kVector && In::kMultipliesPairs ? 3 : 2)
     bf16_to_fp8_row_and_col(const bf16_to_fp8_row_and_col_params p) {
     constexpr int kWidth = 4;  // a tile's columns are one group of the rows
     constexpr int kWords = In::kWords / 2;
     static_assert(kLanes * kWidth == kFp8Group, "one row scale a token");
     __shared__ uint4 staging[kFp8Group * kPieces];
     __shared__ ColumnShared shared;
+    __shared__ uint4 row_inverses[kTokens / 4];
     __shared__ uint4 largest[kWarps][kLanes];  // FP32 bits of each warp's four columns a lane
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
 
@@ -48,10 +49,10 @@ __global__ void __launch_bounds__(kThreads, kVector && In::kWords == 4 ? 3 : 2)
         }
         return result;
     };
-    // Rows, and on the way the columns' maxima over this warp's tokens.
-    const uint32 lowest_row = static_cast<uint32>(p.row_scales.lowest);
+    // Rows: lane t gets the largest magnitude of token t, and makes the scale of it. On the way, the columns' maxima over this
+    // warp's tokens.
     Values<In, kWidth> most;
-    uint32 own_row_scale = 0;
+    uint32 own_amax = 0;
 #pragma unroll
     for (int t = 0; t < kWarpTokens; ++t) {
 #pragma unroll
@@ -60,19 +61,30 @@ __global__ void __launch_bounds__(kThreads, kVector && In::kWords == 4 ? 3 : 2)
             most.word[i] = t == 0 ? magnitude : In::max_magnitude(most.word[i], magnitude);
         }
         const uint32 amax = __reduce_max_sync(kAllLanes, values(t).amax_bits());
-        const uint32 scale = larger(fp8_scale(amax), lowest_row);
-        own_row_scale = t == lane ? scale : own_row_scale;
-        const int token = warp * kWarpTokens + t;
-        if (token < tile.rows && valid > 0) {
-            const float inverse = inverse_scale(scale);
-            const uint32 encoded = encode_e4m3x4(values(t), 0, inverse, inverse, inverse, inverse);
-            const uint32 codes[1] = {amax < kInfinityBits ? encoded : kE4m3NanCodes};
-            store_unit<kVector, uint8>(row_of(p.row_q + own_column, tile.row + token, p.row_q_stride), valid, codes);
+        own_amax = t == lane ? amax : own_amax;
+    }
+    if (lane < kWarpTokens) {
+        const int token = warp * kWarpTokens + lane;
+        const uint32 scale = larger(fp8_scale(own_amax), static_cast<uint32>(p.row_scales.lowest));
+        reinterpret_cast<uint32*>(row_inverses)[token] = Inverses4<In>::bits(own_amax, scale);
+        if (token < tile.rows) {
+            store_scale(p.row_scales, tile.row + token, tile.column / kFp8Group, static_cast<int>(scale));
         }
     }
-    if (lane < kWarpTokens && warp * kWarpTokens + lane < tile.rows) {
-        store_scale(p.row_scales, tile.row + warp * kWarpTokens + lane, tile.column / kFp8Group,
-                    static_cast<int>(own_row_scale));
+    __syncwarp();
+    const int rows = tile.rows - warp * kWarpTokens;
+#pragma unroll
+    for (int i = 0; i < kWarpTokens / 4; ++i) {
+        const uint4 four = row_inverses[warp * (kWarpTokens / 4) + i];
+        const uint32 inverse[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int t = 4 * i; t < 4 * i + 4; ++t) {
+            const uint32 codes[1] = {encode_e4m3x4(values(t), Inverses4<In>(inverse[t % 4]))};
+            if (t < rows && valid > 0) {
+                const int row = tile.row + warp * kWarpTokens + t;
+                store_unit<kVector, uint8>(row_of(p.row_q + own_column, row, p.row_q_stride), valid, codes);
+            }
+        }
     }
     largest[warp][lane] =
         make_uint4(bits_of(most.value(0)), bits_of(most.value(1)), bits_of(most.value(2)), bits_of(most.value(3)));
@@ -87,26 +99,25 @@ __global__ void __launch_bounds__(kThreads, kVector && In::kWords == 4 ? 3 : 2)
         amax[2] = larger(amax[2], four.z);
         amax[3] = larger(amax[3], four.w);
     }
-    float inverse[kWidth];
-    int exponent[kWidth];
+    uint32 scale[kWidth];
 #pragma unroll
     for (int c = 0; c < kWidth; ++c) {
-        const uint32 scale = larger(fp8_scale(amax[c]), static_cast<uint32>(p.scales.lowest));
-        exponent[c] = static_cast<int>(scale);
-        inverse[c] = inverse_scale(scale);
+        scale[c] = larger(fp8_scale(amax[c]), static_cast<uint32>(p.scales.lowest));
     }
+    const Inverses4<In> inverses(Inverses4<In>::bits(amax[0], scale[0]), Inverses4<In>::bits(amax[1], scale[1]),
+                                 Inverses4<In>::bits(amax[2], scale[2]), Inverses4<In>::bits(amax[3], scale[3]));
     uint32 piece[kWidth][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         uint32 token[4], column[4];
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
-            token[t] = encode_e4m3x4(values(4 * i + t), 0, inverse[0], inverse[1], inverse[2], inverse[3]);
+            token[t] = encode_e4m3x4(values(4 * i + t), inverses);
         }
         turn_4x4(token, column);
 #pragma unroll
         for (int c = 0; c < kWidth; ++c) {
-            piece[c][i] = amax[c] < kInfinityBits ? column[c] : kE4m3NanCodes;
+            piece[c][i] = column[c];
         }
     }
     store_columns<kVector>(p.columns, tile, piece, staging, p.q);
@@ -114,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, kVector && In::kWords == 4 ? 3 : 2)
 #pragma unroll
     for (int c = 0; c < kWidth; ++c) {
         if (warp == c && own_column + c < static_cast<int>(p.columns.width)) {
-            store_scale(p.scales, own_column + c, tile.tile, exponent[c]);
+            store_scale(p.scales, own_column + c, tile.tile, static_cast<int>(scale[c]));
         }
     }
 }

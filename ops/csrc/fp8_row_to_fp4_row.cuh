@@ -47,10 +47,18 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp4_row(const
             const int exponent = scale_exponent<kFp32>(stored[step]);
             const uint32 amax = max_over_lanes<kQuadBlockLanes>(e4m3_amax(codes[step]));
             const bool nan = amax == 0x7F || exponent == kNanScale;
-            const int wanted = fp8_to_fp4_scale(amax, exponent, rounding), shift = exponent - wanted;
-            const uint32 first = e4m3x8_to_e2m1(codes[step][0], codes[step][1], shift);
-            const uint32 second = e4m3x8_to_e2m1(codes[step][2], codes[step][3], shift);
-            const uint32 scale = nan ? kUe8m0Nan : amax == 0 ? 0 : static_cast<uint32>(wanted);
+            const int wanted = fp8_to_fp4_exponent(amax, exponent, rounding);
+            const int bounded = smaller(larger(wanted, 0), kHighestFp4Scale), shift = exponent - bounded;
+            uint32 first, second;
+            // Rounding down lets values reach 8; else only a scale that is too large for MXFP4 lets them pass 7.
+            if (rounding == 0 || wanted > kHighestFp4Scale) {
+                first = e4m3x8_to_e2m1<true>(codes[step][0], codes[step][1], shift);
+                second = e4m3x8_to_e2m1<true>(codes[step][2], codes[step][3], shift);
+            } else {
+                first = e4m3x8_to_e2m1<false>(codes[step][0], codes[step][1], shift);
+                second = e4m3x8_to_e2m1<false>(codes[step][2], codes[step][3], shift);
+            }
+            const uint32 scale = nan ? kUe8m0Nan : amax == 0 ? 0 : static_cast<uint32>(bounded);
             const uint32 packed[2] = {nan ? 0 : first, nan ? 0 : second};
             if (quad.has_output(step)) {
                 uint8* address = row_of(p.packed + quad.first / 2, quad.row + step, p.packed_stride);

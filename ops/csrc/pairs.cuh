@@ -32,6 +32,7 @@ struct Bf16 {
     using Element = uint16;
     static constexpr int kBytes = 2;
     static constexpr int kWords = 4;                // that hold eight values
+    static constexpr bool kMultipliesPairs = true;  // by any power of two that FP32 has
     static constexpr float kUnitStep = 128.0f;      // numbers from here to twice as much are 1 apart
     static constexpr uint32 kNan = 0x7FC07FC0u;
 
@@ -103,6 +104,7 @@ struct Fp16 {
     using Element = uint16;
     static constexpr int kBytes = 2;
     static constexpr int kWords = 4;
+    static constexpr bool kMultipliesPairs = false;
     static constexpr float kUnitStep = 1024.0f;
     static constexpr uint32 kNan = 0x7E007E00u;
 
@@ -194,6 +196,7 @@ struct Fp32 {
     using Element = uint32;
     static constexpr int kBytes = 4;
     static constexpr int kWords = 8;
+    static constexpr bool kMultipliesPairs = false;
     static constexpr uint32 kNan = kFp32NanBits;
 
     DS_FP4_HD static uint32 max_magnitude(uint32 a, uint32 b) { return larger(a, b); }

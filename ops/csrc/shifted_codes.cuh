@@ -115,14 +115,18 @@ DS_FP4_HD uint32 e4m3_magnitude_bits(uint32 code) {
     return bits_of(multiply(float_of(code << 20), float_of((127u + 120u) << 23)));
 }
 
-// A block's scale byte, from the code of its largest magnitude (not NaN; 0 is taken for 1) and its group's scale exponent.
-DS_FP4_HD int fp8_to_fp4_scale(uint32 amax, int exponent, uint32 rounding) {
-    const int field = static_cast<int>((e4m3_magnitude_bits(larger(amax, 1u)) + rounding) >> 23) - kE2m1MaxPow2 - 127;
-    return smaller(larger(field + exponent, 0), 254);
+// A block's scale exponent, from the code of its largest magnitude (not NaN; 0 is taken for 1) and its group's scale exponent.
+// Not bounded: MXFP4 holds 0 to kHighestFp4Scale.
+DS_FP4_HD int fp8_to_fp4_exponent(uint32 amax, int exponent, uint32 rounding) {
+    const int field = static_cast<int>((e4m3_magnitude_bits(larger(amax, 1u)) + rounding) >> 23);
+    return field + exponent - kE2m1MaxPow2 - 127;
 }
 
+constexpr int kHighestFp4Scale = 254;
+
 // Eight E2M1 codes, value 0 in the low nibble, of eight E4M3 codes times 2^shift, 11 at most. The rounding is that of encode_e2m1x8
-// (formats.cuh): values times 2^shift are exact within its fused multiply-adds.
+// (formats.cuh): values times 2^shift are exact within its fused multiply-adds. Without kSaturates, products must be below 7.
+template <bool kSaturates>
 DS_FP4_HD uint32 e4m3x8_to_e2m1(uint32 first, uint32 second, int shift) {
     const uint32 exponent = static_cast<uint32>(larger(shift, -12) + 15);  // at -12 every code rounds to zero
     const uint32 once = exponent * 0x04000400u, twice = once + 0x04000400u, half = once - 0x04000400u;
@@ -139,7 +143,10 @@ DS_FP4_HD uint32 e4m3x8_to_e2m1(uint32 first, uint32 second, int shift) {
             const uint32 below_2 = Fp16::fma(v, twice, Fp16::splat(Fp16::kUnitStep));
             const uint32 below_4 = Fp16::fma(v, once, Fp16::splat(Fp16::kUnitStep + 2));
             const uint32 from_4 = Fp16::fma(v, half, Fp16::splat(Fp16::kUnitStep + 4));
-            code[j] = Fp16::min(Fp16::min(below_2, below_4), Fp16::min(from_4, Fp16::splat(Fp16::kUnitStep + 7)));
+            code[j] = Fp16::min(Fp16::min(below_2, below_4), from_4);
+            if constexpr (kSaturates) {
+                code[j] = Fp16::min(code[j], Fp16::splat(Fp16::kUnitStep + 7));
+            }
         }
         bytes[i] = permute_bytes(code[0], code[1], 0x6420) | ((codes[i] >> 4) & 0x08080808u);
     }
@@ -155,9 +162,7 @@ DS_FP4_HD uint32 encode_e4m3x2_of_fp16(uint32 values) {
     asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes) : "r"(values));
     return codes;
 #else
-    uint32 codes = encode_e4m3x2_on_bits(Fp16::low(values), Fp16::high(values));
-    codes = (values & 0x7FFFu) > 0x7C00u ? (codes & 0xFF00u) | 0x7Fu : codes;
-    return (values >> 16 & 0x7FFFu) > 0x7C00u ? (codes & 0xFFu) | 0x7F00u : codes;
+    return encode_e4m3x2_on_bits(Fp16::low(values), Fp16::high(values));
 #endif
 }
 

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, In::kWords == 4 ? 3 : 2) weight_to_f
         amax = larger(amax, largest[w]);
     }
     const uint32 scale = larger(fp8_scale(amax), 1u);  // a normal number
-    const float inverse = inverse_scale(scale);
+    const Inverses4<In> inverses(Inverses4<In>::bits(amax, scale));
 
     uint8* q = p.q + (static_cast<int64>(expert) * rows + row) * width + column;
     uint32 piece[kWidth][4];
@@ -80,8 +80,7 @@ __global__ void __launch_bounds__(kThreads, In::kWords == 4 ? 3 : 2) weight_to_f
         uint32 token[4], turned[4];
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
-            const uint32 codes = encode_e4m3x4(values[4 * i + t], 0, inverse, inverse, inverse, inverse);
-            token[t] = amax < kInfinityBits ? codes : kE4m3NanCodes;
+            token[t] = encode_e4m3x4(values[4 * i + t], inverses);
             const uint32 words[1] = {token[t]};
             if (row + 4 * i + t < rows && valid > 0) {
                 store_unit<kVector, uint8>(row_of(q, 4 * i + t, p.width), valid, words);

@@ -141,7 +141,7 @@ void host_fp4_to_fp8(const int32* shifts, int64 count, uint8* codes) {
 // Eight E4M3 codes at a time under one shift to packed E2M1, and to E4M3.
 void host_fp8_to_fp4(const uint32* codes, int64 units, int32 shift, uint32* packed) {
     for (int64 i = 0; i < units; ++i) {
-        packed[i] = e4m3x8_to_e2m1(codes[2 * i], codes[2 * i + 1], shift);
+        packed[i] = e4m3x8_to_e2m1<true>(codes[2 * i], codes[2 * i + 1], shift);
     }
 }
 
