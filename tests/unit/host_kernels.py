@@ -36,6 +36,8 @@ class HostKernels:
 
     def launch(self, kernel, template: str, grid: int, values, device) -> None:
         name = f"{kernel.name}<{template}>"
+        # Every other launch from the last block and thread to the first, to find what two of them write to.
+        self._library.host_set_backwards(len(self.launched) % 2)
         params = kernel.packing.pack(*[values[field] for field in kernel.params])
         used = self._library.host_launch(
             self.numbers[name], ctypes.c_uint(grid), ctypes.c_uint(kernels.THREADS), params.ljust(PARAMS_BYTES, b"\0")

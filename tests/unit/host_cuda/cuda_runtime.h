@@ -65,6 +65,8 @@ struct Block {
 };
 
 inline Block block;
+// Whether blocks and threads run from the last to the first: what depends on their order comes out differently.
+inline bool backwards = false;
 inline dim3 thread_index, block_index, block_size, grid_size;
 
 inline void fail(const char* what) {
@@ -135,7 +137,8 @@ inline void run_block(void (*entry)(void*), void* argument, unsigned threads) {
     }
     for (bool busy = true; busy;) {
         busy = false;
-        for (unsigned i = 0; i < threads; ++i) {
+        for (unsigned n = 0; n < threads; ++n) {
+            const unsigned i = backwards ? threads - 1 - n : n;
             if (!block.threads[i].done) {
                 busy = true;
                 block.current = i;
@@ -271,7 +274,7 @@ inline cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 thread
     gridDim = grid;
     blockDim = threads;
     for (unsigned i = 0; i < grid.x; ++i) {
-        blockIdx = dim3(i);
+        blockIdx = dim3(host_cuda::backwards ? grid.x - 1 - i : i);
         host_cuda::run_block([](void* c) { static_cast<Call*>(c)->function(static_cast<Call*>(c)->params); }, &call, threads.x);
     }
     return cudaSuccess;
