@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, kVector && In::kMultipliesPairs ? 3 
     __shared__ uint4 largest[kWarps][kLanes];  // FP32 bits of each warp's four columns a lane
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
 
-    const ColumnTile tile = start_tile<kWidth>(p.columns, shared);
+    const ColumnTile tile = start_tile<kWidth>(p.columns, p.x_stride, shared);
     if (tile.rows <= 0) {
         return;
     }
@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kThreads, kVector && In::kMultipliesPairs ? 3 
     const int valid = min(static_cast<int>(p.columns.width) - own_column, kWidth);
     const char* x = p.x + static_cast<int64>(own_column) * In::kBytes;
     uint32 words[kWarpTokens][kWords];
-    load_tokens<kVector, typename In::Element>(x, p.x_stride, shared, valid, words);
+    load_tokens<kVector, typename In::Element>(x, shared, valid, words);
+    __syncthreads();
     const auto values = [&](int t) {
         Values<In, kWidth> result;
 #pragma unroll

@@ -60,10 +60,11 @@ struct ColumnTile {
     int run_stride;  // from column to column: the group's rows, padded
 };
 
-// Shared memory that every column kernel has. `source` is the input row of each token, -1 for zeros.
+// Shared memory that every column kernel has.
 struct ColumnShared {
     ColumnTile tile;
-    int4 source[kTokens / 4];
+    longlong2 offset[kTokens / 2];  // where each token's row lies, in bytes from row 0; -1 for zeros
+    int source[kTokens];            // its number, -1 for zeros
 };
 
 // Sets place by one warp: the group of the tile is found by its size and the sums of those before, 32 at a time.
@@ -109,9 +110,9 @@ DS_FP4_DEVICE void find_tile(const Columns& p, ColumnTile& result) {
     }
 }
 
-// Before step 1: the tile, and its tokens' input rows. All threads of the block must call.
+// Before step 1: the tile, and its tokens' input rows, `stride` bytes apart. All threads of the block must call.
 template <int kWidth>
-DS_FP4_DEVICE ColumnTile start_tile(const Columns& p, ColumnShared& shared) {
+DS_FP4_DEVICE ColumnTile start_tile(const Columns& p, int64 stride, ColumnShared& shared) {
     if (threadIdx.x < kLanes) {
         find_tile<kLanes * kWidth>(p, shared.tile);
     }
@@ -129,29 +130,31 @@ DS_FP4_DEVICE ColumnTile start_tile(const Columns& p, ColumnShared& shared) {
                 }
             }
         }
-        reinterpret_cast<int*>(shared.source)[token] = source;
+        shared.source[token] = source;
+        reinterpret_cast<int64*>(shared.offset)[token] = source < 0 ? -1 : source * stride;
     }
     __syncthreads();
     return tile;
 }
 
-// Step 1. `base` is where this lane's columns of row 0 are, `valid` how many there are of them.
+// Step 1. `base` is where this lane's columns of row 0 are, `valid` how many there are of them. Loads are ordered: with a barrier
+// behind them, all of them are on their way before the first is used.
 template <bool kVector, typename Element, int kWords>
-DS_FP4_DEVICE void load_tokens(const char* base, int64 stride, const ColumnShared& shared, int valid,
+DS_FP4_DEVICE void load_tokens(const char* base, const ColumnShared& shared, int valid,
                                uint32 (&token)[kWarpTokens][kWords]) {
     const int warp = threadIdx.x / kLanes;
 #pragma unroll
-    for (int i = 0; i < kWarpTokens / 4; ++i) {
-        const int4 rows = shared.source[warp * (kWarpTokens / 4) + i];
-        const int source[4] = {rows.x, rows.y, rows.z, rows.w};
+    for (int i = 0; i < kWarpTokens / 2; ++i) {
+        const longlong2 offsets = shared.offset[warp * (kWarpTokens / 2) + i];
+        const int64 offset[2] = {offsets.x, offsets.y};
 #pragma unroll
-        for (int t = 0; t < 4; ++t) {
+        for (int t = 0; t < 2; ++t) {
 #pragma unroll
             for (int word = 0; word < kWords; ++word) {
-                token[4 * i + t][word] = 0;
+                token[2 * i + t][word] = 0;
             }
-            if (source[t] >= 0 && valid > 0) {
-                load_unit<kVector, Element>(row_of(base, source[t], stride), valid, token[4 * i + t]);
+            if (offset[t] >= 0 && valid > 0) {
+                load_unit<kVector, Element, true>(base + offset[t], valid, token[2 * i + t]);
             }
         }
     }

@@ -41,26 +41,28 @@ __global__ void __launch_bounds__(kThreads, kVector ? 3 : 2) fp4_row_to_fp8_col(
         const E4m3Table table = threadIdx.x == kNanTable ? e4m3_nan_table() : e4m3_table(shift);
         tables[threadIdx.x] = make_uint4(table.low, table.high, table.signs, 0);
     }
-    const ColumnTile tile = start_tile<kWidth>(p.columns, shared);
+    const ColumnTile tile = start_tile<kWidth>(p.columns, p.packed_stride, shared);
     if (tile.rows <= 0) {
         return;
     }
     const int columns = static_cast<int>(p.columns.width) - tile.column;
-    // Warps 0 to 3 take the scales of the tile's first four blocks, warps 4 to 7 those of the others, a token a lane.
+    const int valid = lane * kWidth < columns ? kWidth / 2 : 0;  // bytes
+    uint32 codes[kWarpTokens][1];
+    load_tokens<kVector, uint8>(p.packed + tile.column / 2 + lane * (kWidth / 2), shared, valid, codes);
+    // Scales after codes, since what is done with scales waits for them. Warps 0 to 3 take those of the tile's first four
+    // blocks, warps 4 to 7 those of the others, a token a lane.
     const int scale_token = threadIdx.x % kTokens, first_block = threadIdx.x / kTokens * kScalesAThread;
-    const int scale_source = reinterpret_cast<const int*>(shared.source)[scale_token];
+    const int scale_source = shared.source[scale_token];
     const uint8* scales = row_of(p.block_scales + tile.column / kMxfp4Block + first_block, scale_source, p.block_scales_stride);
     uint32 scale[kScalesAThread];
 #pragma unroll
     for (int i = 0; i < kScalesAThread; ++i) {
         scale[i] = 0;
         if (scale_source >= 0 && (first_block + i) * kMxfp4Block < columns) {
-            scale[i] = __ldg(scales + i);
+            scale[i] = load_one<true>(scales + i);
         }
     }
-    const int valid = lane * kWidth < columns ? kWidth / 2 : 0;  // bytes
-    uint32 codes[kWarpTokens][1];
-    load_tokens<kVector, uint8>(p.packed + tile.column / 2 + lane * (kWidth / 2), p.packed_stride, shared, valid, codes);
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < kScalesAThread; ++i) {
         reinterpret_cast<uint8*>(block_scales[first_block + i])[scale_token] = static_cast<uint8>(scale[i]);

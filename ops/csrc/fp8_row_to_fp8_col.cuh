@@ -31,19 +31,20 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp8_col(const
     __shared__ uint32 largest[kTokens / kLanes];
     const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
 
-    const ColumnTile tile = start_tile<kWidth>(p.columns, shared);
+    const ColumnTile tile = start_tile<kWidth>(p.columns, p.source_stride, shared);
     if (tile.rows <= 0) {
         return;
     }
-    const int own_source = threadIdx.x < kTokens ? reinterpret_cast<const int*>(shared.source)[threadIdx.x] : -1;
+    const int own_source = threadIdx.x < kTokens ? shared.source[threadIdx.x] : -1;
     uint32 stored = 0;
     if (own_source >= 0) {
         const char* scales = p.source_scales + tile.column / kFp8Group * (kFp32 ? 4 : 1);
-        stored = load_scale<kFp32>(row_of(scales, own_source, p.source_scales_stride));
+        stored = load_scale<kFp32, true>(row_of(scales, own_source, p.source_scales_stride));
     }
     const int valid = min(static_cast<int>(p.columns.width) - tile.column - lane * kWidth, kWidth);
     uint32 codes[kWarpTokens][1];
-    load_tokens<kVector, uint8>(p.source + tile.column + lane * kWidth, p.source_stride, shared, valid, codes);
+    load_tokens<kVector, uint8>(p.source + tile.column + lane * kWidth, shared, valid, codes);
+    __syncthreads();
     // The largest exponent, counted from 1 so that 0 is no row with a scale to go by.
     if (threadIdx.x < kTokens) {
         const int exponent = scale_exponent<kFp32>(stored);

@@ -107,19 +107,26 @@ DS_FP4_DEVICE Byte* row_of(Byte* base, int row, int64 stride) {
 #endif
 }
 
-template <int kCount>
+// kOrdered: through ordinary loads, which the compiler leaves on their side of a barrier. Others it may move across, to where
+// their results are used; then a thread waits for each of them in turn.
+template <bool kOrdered, typename T>
+DS_FP4_DEVICE T load_one(const T* address) {
+    return kOrdered ? *address : __ldg(address);
+}
+
+template <bool kOrdered = false, int kCount>
 DS_FP4_DEVICE void load_words(const void* address, uint32 (&word)[kCount]) {
     static_assert(kCount == 1 || kCount == 2 || kCount % 4 == 0, "accesses of 4, 8 or 16 bytes");
     if constexpr (kCount == 1) {
-        word[0] = __ldg(static_cast<const uint32*>(address));
+        word[0] = load_one<kOrdered>(static_cast<const uint32*>(address));
     } else if constexpr (kCount == 2) {
-        const uint2 loaded = __ldg(static_cast<const uint2*>(address));
+        const uint2 loaded = load_one<kOrdered>(static_cast<const uint2*>(address));
         word[0] = loaded.x;
         word[1] = loaded.y;
     } else {
 #pragma unroll
         for (int i = 0; i < kCount / 4; ++i) {
-            const uint4 loaded = __ldg(static_cast<const uint4*>(address) + i);
+            const uint4 loaded = load_one<kOrdered>(static_cast<const uint4*>(address) + i);
             word[4 * i] = loaded.x;
             word[4 * i + 1] = loaded.y;
             word[4 * i + 2] = loaded.z;
@@ -173,10 +180,10 @@ DS_FP4_DEVICE void store_elements(void* address, int valid, const uint32 (&word)
 }
 
 // A unit of `kCount` words that exists: `valid` counts its elements.
-template <bool kVector, typename Element, int kCount>
+template <bool kVector, typename Element, bool kOrdered = false, int kCount>
 DS_FP4_DEVICE void load_unit(const void* address, int valid, uint32 (&word)[kCount]) {
     if constexpr (kVector) {
-        load_words(address, word);
+        load_words<kOrdered>(address, word);
     } else {
         load_elements<Element>(address, valid, word);
     }

@@ -10,12 +10,12 @@
 namespace ds_fp4 {
 
 // An FP8 scale as it is stored: FP32 or UE8M0.
-template <bool kFp32>
+template <bool kFp32, bool kOrdered = false>
 DS_FP4_DEVICE uint32 load_scale(const char* address) {
     if constexpr (kFp32) {
-        return __ldg(reinterpret_cast<const uint32*>(address));
+        return load_one<kOrdered>(reinterpret_cast<const uint32*>(address));
     } else {
-        return __ldg(reinterpret_cast<const uint8*>(address));
+        return load_one<kOrdered>(reinterpret_cast<const uint8*>(address));
     }
 }
 

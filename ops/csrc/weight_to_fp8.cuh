@@ -54,9 +54,10 @@ __global__ void __launch_bounds__(kThreads, In::kWords == 4 ? 3 : 2) weight_to_f
             const bool first = row + t < first_rows;
             const char* base = (first ? p.w1 : p.w3) + offset;
             const int own_row = first ? row + t : row + t - first_rows;
-            load_unit<kVector, typename In::Element>(row_of(base, own_row, p.row_stride), valid, values[t].word);
+            load_unit<kVector, typename In::Element, true>(row_of(base, own_row, p.row_stride), valid, values[t].word);
         }
     }
+    __syncthreads();  // so that all loads are on their way before the first is used
 #pragma unroll
     for (int t = 0; t < kWarpTokens; ++t) {
         amax = larger(amax, values[t].amax_bits());

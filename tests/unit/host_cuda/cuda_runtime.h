@@ -27,6 +27,9 @@ struct uint2 {
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
+struct alignas(16) longlong2 {
+    long long x, y;
+};
 struct float4 {
     float x, y, z, w;
 };
