@@ -2,10 +2,10 @@
 # ds_fp4 Team
 """The conversions: the PyTorch reference for host tensors, CUDA kernels for CUDA tensors, the same bits from both.
 
-Arguments, results and errors are those of the same names in `ds_fp4.formats`. On a GPU a call uses the caller's current
-stream of the tensor's device, allocates nothing but outputs (nothing at all with `out=`) and waits for nothing, so that it
-may be captured in a CUDA graph. What can only be known by waiting is not checked there: an index outside the rows stops
-the kernel with an error, FP8 scales that are no powers of two are read as the next lower one.
+Arguments, results and errors are those of the same names in `ds_fp4.formats`. On a GPU a call uses the caller's
+current stream of the tensor's device, allocates nothing but outputs (nothing at all with `out=`) and waits for
+nothing, so that it may be captured in a CUDA graph. What can only be known by waiting is not checked there: an index
+outside the rows stops the kernel with an error, FP8 scales that are no powers of two are read as the next lower one.
 """
 
 from __future__ import annotations

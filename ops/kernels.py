@@ -3,8 +3,8 @@
 """The CUDA kernels as one table, and the one way to launch them.
 
 What the host must know of a kernel is here and nowhere else: its parameters (a struct of 64-bit fields in
-csrc/<name>.cuh), its instantiations, its grid. The backends (`builder`, `nvrtc`) compile and launch by that name and know
-nothing of any particular kernel.
+csrc/<name>.cuh), its instantiations, its grid. The backends (`builder`, `nvrtc`) compile and launch by that name and
+know nothing of any particular kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 CSRC = Path(__file__).parent / "csrc"
 
@@ -37,8 +37,9 @@ STRIP = 8
 BLOCKS_PER_MULTIPROCESSOR = 32
 
 ROWS = ("rows", "width", "input_rows", "index", "tiles_a_row")  # struct Rows, csrc/row_tiles.cuh
-COLUMNS = ("width", "input_rows", "index", "group_sizes", "groups", "tiles", "column_tiles", "strip")  # column_tiles.cuh
-SCALES = ("base", "row_stride", "group_stride", "bytes", "lowest")  # struct Scales, csrc/row_quads.cuh
+# struct Columns, csrc/column_tiles.cuh
+COLUMNS = ("width", "input_rows", "index", "group_sizes", "groups", "tiles", "column_tiles", "strip")
+SCALES = ("base", "row_stride", "group_stride", "bytes", "lowest")  # struct Scales, csrc/scales.cuh
 VALUE_TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
 # The first template argument by what the kernel converts from or to: a value type, or a type of FP8 scales.
 VALUES = {dtype: (name,) for dtype, name in VALUE_TYPES.items()}
@@ -69,6 +70,12 @@ class Kernel:
         return struct.Struct(f"{len(self.params)}q")
 
 
+def _pointers(*names: str) -> Iterator[str]:
+    """Each with its row stride."""
+    for name in names:
+        yield from (name, f"{name}_stride")
+
+
 def _scales(name: str) -> tuple[str, ...]:
     return tuple(f"{name}_{field}" for field in SCALES)
 
@@ -88,31 +95,27 @@ def _column_kernel(name: str, instantiations: tuple[str, ...], columns: int, *pa
 KERNELS: Mapping[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
-        _row_kernel("bf16_to_fp4_row", "x", "x_stride", "packed", "packed_stride", "scales", "scales_stride", "rounding"),
-        _row_kernel("fp4_row_to_bf16", "packed", "packed_stride", "scales", "scales_stride", "out", "out_stride"),
-        _row_kernel("bf16_to_fp8_row", "x", "x_stride", "q", "q_stride", *_scales("scales")),
-        _row_kernel("fp8_row_to_bf16", "q", "q_stride", "scales", "scales_stride", "scale_bytes", "out", "out_stride"),
+        _row_kernel("bf16_to_fp4_row", *_pointers("x", "packed", "scales"), "rounding"),
+        _row_kernel("fp4_row_to_bf16", *_pointers("packed", "scales", "out")),
+        _row_kernel("bf16_to_fp8_row", *_pointers("x", "q"), *_scales("scales")),
+        _row_kernel("fp8_row_to_bf16", *_pointers("q", "scales", "out"), "scale_bytes"),
+        _quad_kernel("fp4_row_to_fp8_row", _VECTOR, *_pointers("packed", "block_scales", "q"), *_scales("scales")),
         _quad_kernel(
-            "fp4_row_to_fp8_row", _VECTOR,
-            "packed", "packed_stride", "block_scales", "block_scales_stride", "q", "q_stride", *_scales("scales"),
+            "fp8_row_to_fp4_row", _FP32_AND_VECTOR, *_pointers("q", "group_scales", "packed", "scales"), "rounding"
         ),
         _quad_kernel(
-            "fp8_row_to_fp4_row", _FP32_AND_VECTOR,
-            "q", "q_stride", "group_scales", "group_scales_stride",
-            "packed", "packed_stride", "scales", "scales_stride", "rounding",
-        ),
-        _quad_kernel(
-            "fp8_row_to_fp8_row", _FP32_AND_VECTOR,
-            "source", "source_stride", "source_scales", "source_scales_stride",
-            "q", "q_stride", *_scales("scales"),
+            "fp8_row_to_fp8_row", _FP32_AND_VECTOR, *_pointers("source", "source_scales", "q"), *_scales("scales")
         ),
         _column_kernel(
-            "fp4_row_to_fp8_col", _VECTOR, 256,
-            "packed", "packed_stride", "block_scales", "block_scales_stride", "q", *_scales("scales"),
+            "fp4_row_to_fp8_col", _VECTOR, 256, *_pointers("packed", "block_scales"), "q", *_scales("scales")
+        ),
+        _column_kernel(
+            "fp8_row_to_fp8_col", _FP32_AND_VECTOR, 128,
+            *_pointers("source", "source_scales"), "q", *_scales("scales"),
         ),
         _column_kernel(
             "bf16_to_fp8_row_and_col", _VALUES_AND_VECTOR, 128,
-            "x", "x_stride", "row_q", "row_q_stride", *_scales("row_scales"), "q", *_scales("scales"),
+            *_pointers("x", "row_q"), *_scales("row_scales"), "q", *_scales("scales"),
         ),
         Kernel(
             "weight_to_fp8",
@@ -120,13 +123,14 @@ KERNELS: Mapping[str, Kernel] = {
                 "rows", "width", "first_rows", "row_tiles", "column_tiles",
                 "w1", "w3", "expert_stride", "row_stride", "q", "scales", "q_t", "scales_t",
             ),
-            _VALUES_AND_VECTOR, (TILE_TOKENS, 128),
+            _VALUES_AND_VECTOR,
+            (TILE_TOKENS, 128),
         ),
-        Kernel("split_weight_gradient", ("tiles", "tiles_a_half", "half_units", "gradient", "g1", "g3"), ("",), (1, 8192)),
-        _column_kernel(
-            "fp8_row_to_fp8_col", _FP32_AND_VECTOR, 128,
-            "source", "source_stride", "source_scales", "source_scales_stride",
-            "q", *_scales("scales"),
+        Kernel(
+            "split_weight_gradient",
+            ("tiles", "tiles_a_half", "half_units", "gradient", "g1", "g3"),
+            ("",),
+            (1, 8192),
         ),
     )
 }  # fmt: skip

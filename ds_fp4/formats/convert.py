@@ -169,7 +169,7 @@ def fp8_row_to_fp4_row(
     k, blocks = q.shape[1], out_scales.shape[1]
     for piece in rows.pieces(packed.shape[0], k, q.device):
         code = rows.take(codes, index, piece).view(-1, blocks, MXFP4_BLOCK)
-        source = rows.take(group_exponent, index, piece, fill=ue8m0.UE8M0_MIN_EXPONENT)
+        source = rows.take(group_exponent, index, piece)
         source = source.repeat_interleave(BLOCKS_PER_GROUP, dim=1)[:, :blocks]
         amax = (code & e4m3.E4M3_MAGNITUDE).amax(-1).to(torch.int32)
         nan = (amax == e4m3.E4M3_NAN) | (source == ue8m0.NAN_EXPONENT)
@@ -224,7 +224,9 @@ def fp8_row_to_fp8_row(
     k, groups = q.shape[1], scales.shape[1]
     lowest = ue8m0.min_exponent(scale_dtype, scale_layout)
     for piece in rows.pieces(out_q.shape[0], groups * FP8_GROUP, q.device):
-        exponent = rows.take(exponents, index, piece, fill=ue8m0.UE8M0_MIN_EXPONENT)
+        exponent = rows.take(exponents, index, piece)
+        if index is not None:
+            exponent.masked_fill_((index[piece] < 0)[:, None], ue8m0.UE8M0_MIN_EXPONENT)
         nan = exponent == ue8m0.NAN_EXPONENT
         target = exponent.masked_fill(nan, ue8m0.UE8M0_MIN_EXPONENT).clamp_(min=lowest)
         shift = (exponent - target).clamp_(_LOWEST_FP8_TO_FP8, 0)

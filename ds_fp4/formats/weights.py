@@ -64,8 +64,10 @@ def weight_to_fp8(
             finite = amax < fp32.INFINITY_BITS
             exponent = fp8_exponents(fp32.ordered(amax)).masked_fill_(~finite, ue8m0.UE8M0_MIN_EXPONENT)
             exponent.clamp_(min=ue8m0.FP32_MIN_NORMAL_EXPONENT)
-            spread = exponent[:, None, :].expand(-1, BLOCK, -1).reshape(-1, exponent.shape[1])
-            scaled = fp32.scaled(magnitude.view(spread.shape[0], -1), spread, BLOCK)
+            amax, spread = (
+                t[:, None, :].expand(-1, BLOCK, -1).reshape(-1, exponent.shape[1]) for t in (amax, exponent)
+            )
+            scaled = fp32.scale(magnitude.view(spread.shape[0], -1), amax, spread, BLOCK)
             codes = e4m3.encode_scaled(scaled, bits.view(scaled.shape)).view(bits.shape)
             codes.masked_fill_(~finite[:, None, :, None], e4m3.E4M3_NAN)
             codes = codes.view(scaled.shape)[: band.stop - band.start, :k]

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Quantize rows of BF16, FP16 or FP32 to FP8 rows and FP8 columns, from one read. Reads K values a row; writes K codes and
-// ceil(K/128) scales a row, and K codes a padded row and K scales a tile of columns.
+// Quantize rows of BF16, FP16 or FP32 to FP8 rows and FP8 columns, from one read. Reads K values a row; writes K codes
+// and ceil(K/128) scales a row, and K codes a padded row and K scales a tile of columns.
 #pragma once
 
 #include "column_tiles.cuh"
@@ -21,7 +21,7 @@ struct bf16_to_fp8_row_and_col_params {
 };
 
 template <typename In, bool kVector>
-__global__ void __launch_bounds__(kThreads, kVector && In::kMultipliesPairs ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, kVector&& In::kMultipliesPairs ? 3 : 2)
     bf16_to_fp8_row_and_col(const bf16_to_fp8_row_and_col_params p) {
     constexpr int kWidth = 4;  // a tile's columns are one group of the rows
     constexpr int kWords = In::kWords / 2;
@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(kThreads, kVector && In::kMultipliesPairs ? 3 
         }
         return result;
     };
-    // Rows: lane t gets the largest magnitude of token t, and makes the scale of it. On the way, the columns' maxima over this
-    // warp's tokens.
+    // Rows: lane t gets the largest magnitude of token t, and makes the scale of it. On the way, the columns' maxima
+    // over this warp's tokens.
     Values<In, kWidth> most;
     uint32 own_amax = 0;
 #pragma unroll

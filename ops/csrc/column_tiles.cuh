@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// How a thread block turns 128 rows (tokens) of one group into columns. A tile is 128 tokens of 32 * kWidth columns, kWidth
-// being the columns a lane takes (4 or 8). Four steps:
+// How a thread block turns 128 rows (tokens) of one group into columns. A tile is 128 tokens of 32 * kWidth columns,
+// kWidth being the columns a lane takes (4 or 8). Four steps:
 //
 // 1. Load. Warp w takes tokens 16w to 16w + 15, one a load, lane l columns kWidth * l and on:
 //
-//        token 16w:      | lane 0: columns 0..3 | lane 1: columns 4..7 | ... | lane 31 |     one access, 128 bytes or more
-//        token 16w + 1:  | lane 0: columns 0..3 | ...
+//        token 16w:      | lane 0: columns 0..3 | lane 1: columns 4..7 | ... | lane 31 |     one access, 128 bytes or
+//        more token 16w + 1:  | lane 0: columns 0..3 | ...
 //
 // 2. Convert, still token by token: a 32-bit word holds the codes of four columns of one token.
 //
@@ -21,8 +21,8 @@
 //    After its 16 tokens a thread holds 16 bytes, tokens 16w to 16w + 15, of each of its columns: one piece.
 //
 // 4. Exchange through shared memory, in pieces of 16 bytes. Column c is 8 pieces, one a warp; piece w is kept at place
-//    w ^ (c / kWidth % 8), so that neither the warp that writes its piece of 32 columns nor the one that reads all pieces of
-//    four columns meets a bank twice. Eight lanes then store the 128 bytes of a column side by side:
+//    w ^ (c / kWidth % 8), so that neither the warp that writes its piece of 32 columns nor the one that reads all
+//    pieces of four columns meets a bank twice. Eight lanes then store the 128 bytes of a column side by side:
 //
 //        column c:       | lane 0: tokens 0..15 | lane 1: tokens 16..31 | ... | lane 7: tokens 112..127 |
 //        column c + 1:   | lane 8: ...
@@ -40,14 +40,14 @@ static_assert(kPieces == kWarps && kWarpTokens == 16, "a thread makes one piece 
 
 // Parameters of every column kernel, 64 bits each.
 struct Columns {
-    int64 width;            // values a row, K
-    int64 input_rows;       // rows that `index` may name
-    const int* index;       // input row of each row, -1 for a zero row; null: the same row
+    int64 width;       // values a row, K
+    int64 input_rows;  // rows that `index` may name
+    const int* index;  // input row of each row, -1 for a zero row; null: the same row
     const int* group_sizes;
     int64 groups;
-    int64 tiles;            // of 128 rows, of all groups
-    int64 column_tiles;     // ceil(K / columns of a tile)
-    int64 strip;            // tiles of neighboring rows that follow each other before the next columns
+    int64 tiles;         // of 128 rows, of all groups
+    int64 column_tiles;  // ceil(K / columns of a tile)
+    int64 strip;         // tiles of neighboring rows that follow each other before the next columns
 };
 
 // A block's tile, and its place in the column layout (ds_fp4/formats/columns.py).
@@ -137,8 +137,8 @@ DS_FP4_DEVICE ColumnTile start_tile(const Columns& p, int64 stride, ColumnShared
     return tile;
 }
 
-// Step 1. `base` is where this lane's columns of row 0 are, `valid` how many there are of them. Loads are ordered: with a barrier
-// behind them, all of them are on their way before the first is used.
+// Step 1. `base` is where this lane's columns of row 0 are, `valid` how many there are of them. Loads are ordered:
+// with a barrier behind them, all of them are on their way before the first is used.
 template <bool kVector, typename Element, int kWords>
 DS_FP4_DEVICE void load_tokens(const char* base, const ColumnShared& shared, int valid,
                                uint32 (&token)[kWarpTokens][kWords]) {
@@ -181,8 +181,8 @@ DS_FP4_DEVICE void stage_columns(const uint32 (&piece)[kWidth][4], uint4* stagin
     }
 }
 
-// Step 4, second half, after a barrier. `columns` and `rows` are those that there are, from this tile's first on; `q` is where
-// its first column begins, `stride` bytes lie from column to column.
+// Step 4, second half, after a barrier. `columns` and `rows` are those that there are, from this tile's first on; `q`
+// is where its first column begins, `stride` bytes lie from column to column.
 template <bool kVector, int kWidth>
 DS_FP4_DEVICE void store_staged(const uint4* staging, uint8* q, int64 stride, int columns, int rows) {
     constexpr int kColumnsAtOnce = kThreads / kPieces;
@@ -194,7 +194,8 @@ DS_FP4_DEVICE void store_staged(const uint4* staging, uint8* q, int64 stride, in
         const uint4 codes = staging[c * kPieces + (number ^ (c / kWidth % kPieces))];
         if (c < columns && number * 16 < rows) {
             const uint32 words[4] = {codes.x, codes.y, codes.z, codes.w};
-            store_unit<kVector, uint8>(row_of(address, i * kColumnsAtOnce, stride), min(rows - number * 16, 16), words);
+            store_unit<kVector, uint8>(row_of(address, i * kColumnsAtOnce, stride), min(rows - number * 16, 16),
+                                       words);
         }
     }
 }

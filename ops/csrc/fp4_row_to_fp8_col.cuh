@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// MXFP4 rows to FP8 columns, bitwise: one scale per column per 128 rows, 2^-6 of the largest scale in the column's 32-column
-// block. Reads K/2 bytes of codes and K/32 scale bytes a row, writes K codes a padded row and K scales a tile.
+// MXFP4 rows to FP8 columns, bitwise: one scale per column per 128 rows, 2^-6 of the largest scale in the column's
+// 32-column block. Reads K/2 bytes of codes and K/32 scale bytes a row, writes K codes a padded row and K scales a
+// tile.
 #pragma once
 
 #include "column_tiles.cuh"
@@ -49,11 +50,12 @@ __global__ void __launch_bounds__(kThreads, kVector ? 3 : 2) fp4_row_to_fp8_col(
     const int valid = lane * kWidth < columns ? kWidth / 2 : 0;  // bytes
     uint32 codes[kWarpTokens][1];
     load_tokens<kVector, uint8>(p.packed + tile.column / 2 + lane * (kWidth / 2), shared, valid, codes);
-    // Scales after codes, since what is done with scales waits for them. Warps 0 to 3 take those of the tile's first four
-    // blocks, warps 4 to 7 those of the others, a token a lane.
+    // Scales after codes, since what is done with scales waits for them. Warps 0 to 3 take those of the tile's first
+    // four blocks, warps 4 to 7 those of the others, a token a lane.
     const int scale_token = threadIdx.x % kTokens, first_block = threadIdx.x / kTokens * kScalesAThread;
     const int scale_source = shared.source[scale_token];
-    const uint8* scales = row_of(p.block_scales + tile.column / kMxfp4Block + first_block, scale_source, p.block_scales_stride);
+    const uint8* scales =
+        row_of(p.block_scales + tile.column / kMxfp4Block + first_block, scale_source, p.block_scales_stride);
     uint32 scale[kScalesAThread];
 #pragma unroll
     for (int i = 0; i < kScalesAThread; ++i) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// MXFP4 rows to FP8 rows, bitwise. Reads K/2 bytes of codes and K/32 scale bytes a row, writes K codes and ceil(K/128) scales.
+// MXFP4 rows to FP8 rows, bitwise. Reads K/2 bytes of codes and K/32 scale bytes a row, writes K codes and ceil(K/128)
+// scales.
 #pragma once
 
 #include "row_quads.cuh"
@@ -34,7 +35,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp4_row_to_fp8_row(const
             if (quad.has_input(step)) {
                 const uint8* packed = row_of(p.packed + quad.first / 2, quad.input_row[step], p.packed_stride);
                 load_unit<kVector, uint8>(packed, kQuadUnit / 2, codes[step]);
-                const uint8* scales = row_of(p.block_scales + quad.first / kMxfp4Block, quad.input_row[step], p.block_scales_stride);
+                const uint8* scales =
+                    row_of(p.block_scales + quad.first / kMxfp4Block, quad.input_row[step], p.block_scales_stride);
                 scale[step] = __ldg(scales);
             }
         }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// FP8 rows to MXFP4 rows, on E4M3 codes. Reads K codes and ceil(K/128) scales a row, writes K/2 bytes of codes and K/32 scale
-// bytes.
+// FP8 rows to MXFP4 rows, on E4M3 codes. Reads K codes and ceil(K/128) scales a row, writes K/2 bytes of codes and
+// K/32 scale bytes.
 #pragma once
 
 #include "row_quads.cuh"
@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp4_row(const
             codes[step][0] = codes[step][1] = codes[step][2] = codes[step][3] = 0;
             stored[step] = 0;
             if (quad.has_input(step)) {
-                load_unit<kVector, uint8>(row_of(p.q + quad.first, quad.input_row[step], p.q_stride), quad.valid, codes[step]);
+                load_unit<kVector, uint8>(row_of(p.q + quad.first, quad.input_row[step], p.q_stride), quad.valid,
+                                          codes[step]);
                 stored[step] = load_scale<kFp32>(row_of(scales, quad.input_row[step], p.group_scales_stride));
             }
         }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// FP8 rows to FP8 columns: one scale per column per 128 rows, the largest of the rows' scales; codes are shifted to it. Reads K
-// codes and ceil(K/128) scales a row, writes K codes a padded row and K scales a tile.
+// FP8 rows to FP8 columns: one scale per column per 128 rows, the largest of the rows' scales; codes are shifted to
+// it. Reads K codes and ceil(K/128) scales a row, writes K codes a padded row and K scales a tile.
 #pragma once
 
 #include "column_tiles.cuh"
@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp8_col(const
         const int exponent = scale_exponent<kFp32>(stored);
         exponents[threadIdx.x] = own_source >= 0 ? exponent : kLowestFp32Scale;
         const bool counts = own_source >= 0 && exponent != kNanScale;
-        const uint32 most = __reduce_max_sync(kAllLanes, counts ? static_cast<uint32>(exponent - kLowestFp32Scale + 1) : 0u);
+        const uint32 most =
+            __reduce_max_sync(kAllLanes, counts ? static_cast<uint32>(exponent - kLowestFp32Scale + 1) : 0u);
         if (lane == 0) {
             largest[warp] = most;
         }
@@ -71,7 +72,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp8_col(const
     for (int i = 0; i < 4; ++i) {
         const uint4 factor = factors[warp * 4 + i];
         const uint32 token[4] = {scale_e4m3x4(codes[4 * i][0], factor.x), scale_e4m3x4(codes[4 * i + 1][0], factor.y),
-                                 scale_e4m3x4(codes[4 * i + 2][0], factor.z), scale_e4m3x4(codes[4 * i + 3][0], factor.w)};
+                                 scale_e4m3x4(codes[4 * i + 2][0], factor.z),
+                                 scale_e4m3x4(codes[4 * i + 3][0], factor.w)};
         uint32 column[4];
         turn_4x4(token, column);
 #pragma unroll

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// FP8 rows, such as records from the wire, to FP8 rows as GEMMs read them: codes are copied, scales change their type and place.
-// Reads and writes K codes and ceil(K/128) scales a row.
+// FP8 rows, such as records from the wire, to FP8 rows as GEMMs read them: codes are copied, scales change their type
+// and place. Reads and writes K codes and ceil(K/128) scales a row.
 #pragma once
 
 #include "row_quads.cuh"
@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp8_row(const
                 const uint8* source = row_of(p.source + quad.first, quad.input_row[step], p.source_stride);
                 load_unit<kVector, uint8>(source, quad.valid, codes[step]);
             }
-            // Also where the last group is short and a lane has no codes of it: that lane may be the one to store its scale.
+            // Also where the last group is short and a lane has no codes of it: that lane may be the one to store its
+            // scale.
             if (quad.input_row[step] >= 0 && has_group) {
                 stored[step] = load_scale<kFp32>(row_of(scales, quad.input_row[step], p.source_scales_stride));
             }
@@ -60,7 +61,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp8_row(const
             }
             own_scale = step == own_row ? target : own_scale;
             if (quad.has_output(step)) {
-                store_unit<kVector, uint8>(row_of(p.q + quad.first, quad.row + step, p.q_stride), quad.valid, codes[step]);
+                store_unit<kVector, uint8>(row_of(p.q + quad.first, quad.row + step, p.q_stride), quad.valid,
+                                           codes[step]);
             }
         }
         if (own_row < quad.rows && has_group) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Every instantiation of every kernel, compiled by nvcc. ops/kernels.py holds the same list for NVRTC, and what each is
-// launched with; a test compares the two.
+// Every instantiation of every kernel, compiled by nvcc. ops/kernels.py holds the same list for NVRTC, and what each
+// is launched with; a test compares the two.
 #include <cuda_runtime.h>
 
 #include "bf16_to_fp4_row.cuh"
@@ -28,8 +28,8 @@ KernelEntry entry(const char* name, void (*kernel)(Params)) {
 }
 
 #define DS_FP4_ENTRY(...) entry(#__VA_ARGS__, &__VA_ARGS__)
-#define DS_FP4_ROW_KERNEL(kernel)                                                                                        \
-    DS_FP4_ENTRY(kernel<Bf16, true>), DS_FP4_ENTRY(kernel<Bf16, false>), DS_FP4_ENTRY(kernel<Fp16, true>),               \
+#define DS_FP4_ROW_KERNEL(kernel)                                                                          \
+    DS_FP4_ENTRY(kernel<Bf16, true>), DS_FP4_ENTRY(kernel<Bf16, false>), DS_FP4_ENTRY(kernel<Fp16, true>), \
         DS_FP4_ENTRY(kernel<Fp16, false>), DS_FP4_ENTRY(kernel<Fp32, true>), DS_FP4_ENTRY(kernel<Fp32, false>)
 #define DS_FP4_FP4_KERNEL(kernel) DS_FP4_ENTRY(kernel<true>), DS_FP4_ENTRY(kernel<false>)
 #define DS_FP4_FP8_KERNEL(kernel)                                                                           \
@@ -40,18 +40,12 @@ KernelEntry entry(const char* name, void (*kernel)(Params)) {
 
 const std::vector<KernelEntry>& kernel_table() {
     static const std::vector<KernelEntry> table = {
-        DS_FP4_ROW_KERNEL(bf16_to_fp4_row),
-        DS_FP4_ROW_KERNEL(fp4_row_to_bf16),
-        DS_FP4_ROW_KERNEL(bf16_to_fp8_row),
-        DS_FP4_ROW_KERNEL(fp8_row_to_bf16),
-        DS_FP4_FP4_KERNEL(fp4_row_to_fp8_row),
-        DS_FP4_FP8_KERNEL(fp8_row_to_fp4_row),
-        DS_FP4_FP8_KERNEL(fp8_row_to_fp8_row),
-        DS_FP4_FP4_KERNEL(fp4_row_to_fp8_col),
-        DS_FP4_FP8_KERNEL(fp8_row_to_fp8_col),
-        DS_FP4_ROW_KERNEL(bf16_to_fp8_row_and_col),
-        DS_FP4_ROW_KERNEL(weight_to_fp8),
-        DS_FP4_ENTRY(split_weight_gradient<>),
+        DS_FP4_ROW_KERNEL(bf16_to_fp4_row),    DS_FP4_ROW_KERNEL(fp4_row_to_bf16),
+        DS_FP4_ROW_KERNEL(bf16_to_fp8_row),    DS_FP4_ROW_KERNEL(fp8_row_to_bf16),
+        DS_FP4_FP4_KERNEL(fp4_row_to_fp8_row), DS_FP4_FP8_KERNEL(fp8_row_to_fp4_row),
+        DS_FP4_FP8_KERNEL(fp8_row_to_fp8_row), DS_FP4_FP4_KERNEL(fp4_row_to_fp8_col),
+        DS_FP4_FP8_KERNEL(fp8_row_to_fp8_col), DS_FP4_ROW_KERNEL(bf16_to_fp8_row_and_col),
+        DS_FP4_ROW_KERNEL(weight_to_fp8),      DS_FP4_ENTRY(split_weight_gradient<>),
     };
     return table;
 }
@@ -71,9 +65,11 @@ std::string load_kernel(const KernelEntry& kernel) {
     return describe(cudaFuncGetAttributes(&attributes, kernel.function));
 }
 
-std::string launch_kernel(const KernelEntry& kernel, unsigned grid, unsigned threads, const void* params, void* stream) {
+std::string launch_kernel(const KernelEntry& kernel, unsigned grid, unsigned threads, const void* params,
+                          void* stream) {
     void* arguments[] = {const_cast<void*>(params)};
-    return describe(cudaLaunchKernel(kernel.function, dim3(grid), dim3(threads), arguments, 0, static_cast<cudaStream_t>(stream)));
+    return describe(
+        cudaLaunchKernel(kernel.function, dim3(grid), dim3(threads), arguments, 0, static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace ds_fp4

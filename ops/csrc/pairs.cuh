@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// The three value types that rows can hold, as bits: Bf16 and Fp16 two to a 32-bit word, Fp32 one. Each names its words, its
-// arithmetic on whole words, and how FP32 results become values. On the GPU each operation is one instruction (PTX, since its
-// treatment of subnormals is then fixed); the plain C++ beside it computes the same for the host's tests.
+// The three value types that rows can hold, as bits: Bf16 and Fp16 two to a 32-bit word, Fp32 one. Each names its
+// words, its arithmetic on whole words, and how FP32 results become values. On the GPU each operation is one
+// instruction (PTX, since its treatment of subnormals is then fixed); the plain C++ beside it computes the same for
+// the host's tests.
 #pragma once
 
 #include "common.cuh"
@@ -13,7 +14,8 @@ namespace ds_fp4 {
 constexpr uint32 kFp32NanBits = 0x7FC00000u;
 
 #if !DS_FP4_ARCH
-// Bits of the nearest number, ties to even, of a format with a 16-bit code (an FP64 value that does not overflow; or NaN).
+// Bits of the nearest number, ties to even, of a format with a 16-bit code (an FP64 value that does not overflow; or
+// NaN).
 inline uint32 round_to_16_bits(double value, int mantissa_bits, int min_exponent) {
     if (value != value) {
         return 0x7FFFu;
@@ -209,7 +211,8 @@ struct Fp32 {
     }
 };
 
-// Consecutive values of a row, what one thread holds at a time: eight, or four of each row that is turned into columns.
+// Consecutive values of a row, what one thread holds at a time: eight, or four of each row that is turned into
+// columns.
 template <typename T, int kCount>
 struct Values {
     static constexpr int kWords = T::kWords * kCount / 8;

@@ -3,15 +3,15 @@
 //
 // How a warp walks over rows that are converted from FP4 to FP8, FP8 to FP4 and FP8 to FP8: four rows at a time.
 //
-// A lane takes 16 consecutive values, so that both sides are accessed in 8 or 16 bytes; a warp takes 512 columns of four
-// consecutive output rows (their input rows may be anywhere). All four loads are issued before the first is used.
+// A lane takes 16 consecutive values, so that both sides are accessed in 8 or 16 bytes; a warp takes 512 columns of
+// four consecutive output rows (their input rows may be anywhere). All four loads are issued before the first is used.
 //
 //     row 4q:      | lane 0: values 0..15 | lane 1: values 16..31 | ... | lane 31: values 496..511 |
 //     row 4q + 1:  | lane 0: values 0..15 | ...
 //
-// An MXFP4 block lies in 2 neighboring lanes, an FP8 group in 8. Four rows a warp rather than one, because a GEMM wants the
-// scales of one group of consecutive rows side by side: lanes 8g to 8g + 3 keep group g's scales of rows 0 to 3, and store
-// 16 bytes together.
+// An MXFP4 block lies in 2 neighboring lanes, an FP8 group in 8. Four rows a warp rather than one, because a GEMM
+// wants the scales of one group of consecutive rows side by side: lanes 8g to 8g + 3 keep group g's scales of rows 0
+// to 3, and store 16 bytes together.
 #pragma once
 
 #include "row_tiles.cuh"

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// From one format's codes to the other's: target code = RNE(source value * 2^shift), shift being the source's scale exponent
-// less the target's. ds_fp4/formats/convert.py states the same rules as tables. Scale exponents are biased by 127 here, so
-// that a UE8M0 byte is one; FP32's subnormal powers of two go down to -22.
+// From one format's codes to the other's: target code = RNE(source value * 2^shift), shift being the source's scale
+// exponent less the target's. ds_fp4/formats/convert.py states the same rules as tables. Scale exponents are biased by
+// 127 here, so that a UE8M0 byte is one; FP32's subnormal powers of two go down to -22.
 #pragma once
 
 #include "formats.cuh"
@@ -13,20 +13,24 @@ namespace ds_fp4 {
 // FP8's scale is 2^-6 of the largest MXFP4 scale in its group: E2M1's 6 becomes 384 of 448.
 constexpr int kFp4ToFp8Shift = 6;
 
-constexpr int kNanScale = 255;          // biased exponent that stands for a scale of NaN
-constexpr int kLowestFp32Scale = -22;   // 2^-149
-constexpr int kEmptyScale = 0;          // 2^-127, of a group that nothing decides the scale of
+constexpr int kNanScale = 255;         // biased exponent that stands for a scale of NaN
+constexpr int kLowestFp32Scale = -22;  // 2^-149
+constexpr int kEmptyScale = 0;         // 2^-127, of a group that nothing decides the scale of
 
-DS_FP4_HD int larger(int a, int b) { return a > b ? a : b; }
-DS_FP4_HD int smaller(int a, int b) { return a < b ? a : b; }
+DS_FP4_HD int larger(int a, int b) {
+    return a > b ? a : b;
+}
+DS_FP4_HD int smaller(int a, int b) {
+    return a < b ? a : b;
+}
 
 // FP32 bits of the power of two with a biased exponent from kLowestFp32Scale to 254.
 DS_FP4_HD uint32 fp32_power_bits(int exponent) {
     return exponent > 0 ? static_cast<uint32>(exponent) << 23 : 1u << (exponent - kLowestFp32Scale);
 }
 
-// Biased exponent of a scale as it is stored, FP32 or UE8M0. FP32 ones are read as the reference does (`fp32_scale_bits`):
-// kNanScale for NaN and infinity.
+// Biased exponent of a scale as it is stored, FP32 or UE8M0. FP32 ones are read as the reference does
+// (`fp32_scale_bits`): kNanScale for NaN and infinity.
 template <bool kFp32>
 DS_FP4_HD int scale_exponent(uint32 stored) {
     if constexpr (!kFp32) {
@@ -57,7 +61,8 @@ DS_FP4_HD uint32 look_up_bytes(uint32 low, uint32 high, uint32 selector) {
 
 // ---- MXFP4 to FP8 ----
 
-// E4M3 codes of E2M1's eight magnitudes under one shift, the code of magnitude i in byte i: what a byte permutation looks up.
+// E4M3 codes of E2M1's eight magnitudes under one shift, the code of magnitude i in byte i: what a byte permutation
+// looks up.
 struct E4m3Table {
     uint32 low, high;
     uint32 signs;  // sign bits that codes keep: all, or none where the codes are NaN
@@ -81,22 +86,24 @@ DS_FP4_HD E4m3Table e4m3_table(int shift) {
     return table;
 }
 
-DS_FP4_HD E4m3Table e4m3_nan_table() { return {kE4m3NanCodes, kE4m3NanCodes, 0}; }
+DS_FP4_HD E4m3Table e4m3_nan_table() {
+    return {kE4m3NanCodes, kE4m3NanCodes, 0};
+}
 
 // Eight E4M3 codes in two words, of eight E2M1 codes, value 0 in the low nibble.
 DS_FP4_HD void e2m1x8_to_e4m3(uint32 codes, const E4m3Table& table, uint32& first, uint32& second) {
     const uint32 magnitude = codes & 0x77777777u;
     const uint32 even_signs = codes << 4, odd_signs = codes;
-    first = look_up_bytes(table.low, table.high, magnitude) |
-            (permute_bytes(even_signs, odd_signs, 0x5140) & table.signs);
+    first =
+        look_up_bytes(table.low, table.high, magnitude) | (permute_bytes(even_signs, odd_signs, 0x5140) & table.signs);
     second = look_up_bytes(table.low, table.high, magnitude >> 16) |
              (permute_bytes(even_signs, odd_signs, 0x7362) & table.signs);
 }
 
 // ---- FP8 to MXFP4 ----
 
-// The largest magnitude among 16 codes, as a code: 0x7F if one is NaN. Bytes compare as the high halves of 16-bit numbers;
-// as BF16 numbers even the largest, 0x7F7F, is finite, and order is that of the bits.
+// The largest magnitude among 16 codes, as a code: 0x7F if one is NaN. Bytes compare as the high halves of 16-bit
+// numbers; as BF16 numbers even the largest, 0x7F7F, is finite, and order is that of the bits.
 DS_FP4_HD uint32 e4m3_amax(const uint32 (&codes)[4]) {
     uint32 odd = codes[0] & kE4m3NanCodes, even = odd << 8;
 #pragma unroll
@@ -115,8 +122,8 @@ DS_FP4_HD uint32 e4m3_magnitude_bits(uint32 code) {
     return bits_of(multiply(float_of(code << 20), float_of((127u + 120u) << 23)));
 }
 
-// A block's scale exponent, from the code of its largest magnitude (not NaN; 0 is taken for 1) and its group's scale exponent.
-// Not bounded: MXFP4 holds 0 to kHighestFp4Scale.
+// A block's scale exponent, from the code of its largest magnitude (not NaN; 0 is taken for 1) and its group's scale
+// exponent. Not bounded: MXFP4 holds 0 to kHighestFp4Scale.
 DS_FP4_HD int fp8_to_fp4_exponent(uint32 amax, int exponent, uint32 rounding) {
     const int field = static_cast<int>((e4m3_magnitude_bits(larger(amax, 1u)) + rounding) >> 23);
     return field + exponent - kE2m1MaxPow2 - 127;
@@ -124,8 +131,9 @@ DS_FP4_HD int fp8_to_fp4_exponent(uint32 amax, int exponent, uint32 rounding) {
 
 constexpr int kHighestFp4Scale = 254;
 
-// Eight E2M1 codes, value 0 in the low nibble, of eight E4M3 codes times 2^shift, 11 at most. The rounding is that of encode_e2m1x8
-// (formats.cuh): values times 2^shift are exact within its fused multiply-adds. Without kSaturates, products must be below 7.
+// Eight E2M1 codes, value 0 in the low nibble, of eight E4M3 codes times 2^shift, 11 at most. The rounding is that of
+// encode_e2m1x8 (formats.cuh): values times 2^shift are exact within its fused multiply-adds. Without kSaturates,
+// products must be below 7.
 template <bool kSaturates>
 DS_FP4_HD uint32 e4m3x8_to_e2m1(uint32 first, uint32 second, int shift) {
     const uint32 exponent = static_cast<uint32>(larger(shift, -12) + 15);  // at -12 every code rounds to zero

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// FP32 weight gradients [E, 2I, K] to BF16 gradients of w1 and w3, [E, I, K] each. Reads four bytes a value, writes two.
+// FP32 weight gradients [E, 2I, K] to BF16 gradients of w1 and w3, [E, I, K] each. Reads four bytes a value, writes
+// two.
 #pragma once
 
 #include "row_tiles.cuh"
@@ -37,7 +38,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) split_weight_gradient(co
     for (uint32 tile = blockIdx.x; tile < static_cast<uint32>(p.tiles); tile += gridDim.x) {
         const uint32 half = tile / static_cast<uint32>(p.tiles_a_half);
         const uint32 number = tile - half * static_cast<uint32>(p.tiles_a_half);
-        const int64 first = static_cast<int64>(number) * (kSteps * kThreads) + threadIdx.x, left = p.half_units - first;
+        const int64 first = static_cast<int64>(number) * (kSteps * kThreads) + threadIdx.x,
+                    left = p.half_units - first;
         const char* gradient = p.gradient + (half * p.half_units + first) * 32;
         char* out = (half % 2 == 0 ? p.g1 : p.g3) + (half / 2 * p.half_units + first) * 16;
         uint32 words[kSteps][8];

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Quantize expert weights to FP8 in blocks of 128 x 128, as they are and transposed, from one read. A thread block takes one
-// block of values, in the steps of column_tiles.cuh, a "token" being a row of the weight: both results are of the same codes.
-// Reads two or four bytes a value, writes two.
+// Quantize expert weights to FP8 in blocks of 128 x 128, as they are and transposed, from one read. A thread block
+// takes one block of values, in the steps of column_tiles.cuh, a "token" being a row of the weight: both results are
+// of the same codes. Reads two or four bytes a value, writes two.
 #pragma once
 
 #include "column_tiles.cuh"
@@ -37,8 +37,9 @@ __global__ void __launch_bounds__(kThreads, In::kWords == 4 ? 3 : 2) weight_to_f
     const uint32 band = blockIdx.x / column_tiles, column_tile = blockIdx.x - band * column_tiles;
     const uint32 expert = band / row_tiles, row_tile = band - expert * row_tiles;
 
-    const int rows = static_cast<int>(p.rows), width = static_cast<int>(p.width), first_rows = static_cast<int>(p.first_rows);
-    const int row = static_cast<int>(row_tile) * kBlock + warp * kWarpTokens;  // this warp's first
+    const int rows = static_cast<int>(p.rows), width = static_cast<int>(p.width),
+              first_rows = static_cast<int>(p.first_rows);
+    const int row = static_cast<int>(row_tile) * kBlock + warp * kWarpTokens;   // this warp's first
     const int column = static_cast<int>(column_tile) * kBlock + lane * kWidth;  // this lane's first
     const int valid = min(width - column, kWidth);
     const int64 offset = expert * p.expert_stride + static_cast<int64>(column) * In::kBytes;

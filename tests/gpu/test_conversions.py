@@ -1,366 +1,234 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""The conversion kernels on a GPU, bit for bit against the reference on the host."""
+"""Every kernel equals the reference, bit for bit, through each backend."""
+
+import itertools
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from ds_fp4 import formats, ops
-from tests import kernel_checks as checks
 from tests import strategies
-
-DTYPES = strategies.FLOAT_DTYPES
-SCALES = ("fp32", "ue8m0", "gemm")
-SOURCES = (torch.uint8, torch.float32)
-INDICES = ("none", "random", "absent", "empty")
-COLUMN_INDICES = ("none", "random", "absent")
-
-sweep = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
-rows = st.one_of(st.integers(0, 40), st.sampled_from([127, 128, 129, 1000]))
-fp4_widths = st.integers(1, 72).map(lambda n: 32 * n)
-fp8_widths = st.one_of(st.integers(1, 300), st.integers(1, 20).map(lambda n: 128 * n))
-spreads = st.sampled_from([0, 3, 16, 40, 254])
-aligned = st.booleans()
-seeds = strategies.seeds()
-
-
-# ---- rows ----
-
-
-@sweep
-@given(rows, fp4_widths, seeds, st.sampled_from(INDICES), st.sampled_from(SCALES), aligned, spreads)
-def test_fp4_row_to_fp8_row(rows, k, seed, index, scale, aligned, spread):
-    checks.check_fp4_row_to_fp8_row("cuda", rows, k, seed, index, scale, aligned, spread)
-
-
-@sweep
-@given(
-    rows, fp8_widths, seeds, st.sampled_from(INDICES), st.sampled_from(SOURCES), st.sampled_from(SCALES), aligned,
-    spreads,
-)  # fmt: skip
-def test_fp8_row_to_fp8_row(rows, k, seed, index, source, scale, aligned, spread):
-    checks.check_fp8_row_to_fp8_row("cuda", rows, k, seed, index, source, scale, aligned, spread)
-
-
-@sweep
-@given(
-    rows, fp4_widths, seeds, st.sampled_from(INDICES), st.sampled_from(SOURCES),
-    st.sampled_from(strategies.ROUNDINGS), aligned, spreads,
-)  # fmt: skip
-def test_fp8_row_to_fp4_row(rows, k, seed, index, source, rounding, aligned, spread):
-    checks.check_fp8_row_to_fp4_row("cuda", rows, k, seed, index, source, rounding, aligned, spread)
-
-
-values = (st.sampled_from(strategies.FINITE_KINDS), rows)
-
-
-@sweep
-@given(
-    *values, fp4_widths, seeds, st.sampled_from(DTYPES), st.sampled_from(INDICES),
-    st.sampled_from(strategies.ROUNDINGS), aligned,
-)  # fmt: skip
-def test_bf16_to_fp4_row(kind, rows, k, seed, dtype, index, rounding, aligned):
-    checks.check_bf16_to_fp4_row("cuda", kind, rows, k, seed, dtype, index, rounding, aligned)
-
-
-@sweep
-@given(
-    *values, fp8_widths, seeds, st.sampled_from(DTYPES), st.sampled_from(INDICES), st.sampled_from(SCALES), aligned
-)
-def test_bf16_to_fp8_row(kind, rows, k, seed, dtype, index, scale, aligned):
-    checks.check_bf16_to_fp8_row("cuda", kind, rows, k, seed, dtype, index, scale, aligned)
-
-
-@sweep
-@given(rows, fp4_widths, seeds, st.sampled_from(DTYPES), st.sampled_from(INDICES), aligned)
-def test_fp4_row_to_bf16(rows, k, seed, dtype, index, aligned):
-    checks.check_fp4_row_to_bf16("cuda", rows, k, seed, dtype, index, aligned)
-
-
-@sweep
-@given(rows, fp8_widths, seeds, st.sampled_from(DTYPES), st.sampled_from(INDICES), st.sampled_from(SOURCES), aligned)
-def test_fp8_row_to_bf16(rows, k, seed, dtype, index, source, aligned):
-    checks.check_fp8_row_to_bf16("cuda", rows, k, seed, dtype, index, source, aligned)
-
-
-# ---- columns ----
-
-layouts = st.sampled_from(["row", "gemm"])
-column_indices = st.sampled_from(COLUMN_INDICES)
-
-
-@sweep
-@given(strategies.group_sizes(), fp4_widths, seeds, column_indices, layouts, aligned, spreads, st.booleans())
-def test_fp4_row_to_fp8_col(sizes, k, seed, index, layout, aligned, spread, known):
-    checks.check_fp4_row_to_fp8_col("cuda", sizes, k, seed, index, layout, aligned, spread, known)
-
-
-@sweep
-@given(
-    strategies.group_sizes(), fp8_widths, seeds, column_indices, st.sampled_from(SOURCES), layouts, aligned, spreads,
-    st.booleans(),
-)  # fmt: skip
-def test_fp8_row_to_fp8_col(sizes, k, seed, index, source, layout, aligned, spread, known):
-    checks.check_fp8_row_to_fp8_col("cuda", sizes, k, seed, index, source, layout, aligned, spread, known)
-
-
-@sweep
-@given(
-    st.sampled_from(strategies.FINITE_KINDS), strategies.group_sizes(), fp8_widths, seeds, st.sampled_from(DTYPES),
-    column_indices, layouts, aligned,
-)  # fmt: skip
-def test_bf16_to_fp8_row_and_col(kind, sizes, k, seed, dtype, index, layout, aligned):
-    checks.check_bf16_to_fp8_row_and_col("cuda", kind, sizes, k, seed, dtype, index, layout, aligned)
-
-
-def test_many_groups():
-    for seed, groups in enumerate((31, 33, 256, 300)):
-        sizes = checks.sizes_for(3000, groups, seed)
-        checks.check_fp4_row_to_fp8_col("cuda", sizes, 288, seed, "random", "gemm")
-        checks.check_fp8_row_to_fp8_col("cuda", sizes, 256, seed, "none", torch.uint8, "gemm")
-        checks.check_bf16_to_fp8_row_and_col("cuda", "gaussian", sizes, 256, seed, torch.bfloat16, "none", "gemm")
-
-
-# ---- weights ----
-
-
-@sweep
-@given(
-    st.sampled_from(strategies.FINITE_KINDS), st.integers(0, 3), st.integers(1, 300), st.integers(1, 300), seeds,
-    st.sampled_from(DTYPES), st.booleans(), aligned, st.booleans(),
-)  # fmt: skip
-def test_weight_to_fp8(kind, experts, rows, k, seed, dtype, joined, aligned, poisoned):
-    checks.check_weight_to_fp8("cuda", kind, experts, rows, k, seed, dtype, joined, aligned, poisoned and experts > 0)
-
-
-@sweep
-@given(st.integers(0, 4), st.integers(1, 300), st.integers(1, 300), seeds, aligned)
-def test_split_weight_gradient(experts, rows, k, seed, aligned):
-    checks.check_split_weight_gradient("cuda", experts, rows, k, seed, aligned)
-
-
-def test_weights_of_real_shapes(device):
-    # DeepSeek-V3's experts, Qwen3's, and an I that is no multiple of 128.
-    for rows, k in ((2048, 7168), (1536, 4096), (1416, 1024)):
-        w1, w3 = (torch.randn(2, rows, k, device=device).bfloat16() * 0.02 for _ in range(2))
-        checks.assert_same(ops.weight_to_fp8(w1, w3), formats.weight_to_fp8(w1, w3), f"{rows} {k}")
-        w2 = torch.randn(2, k, rows, device=device).bfloat16()
-        checks.assert_same(ops.weight_to_fp8(w2), formats.weight_to_fp8(w2), f"{k} {rows}")
-        gradient = torch.randn(2, 2 * rows, k, device=device)
-        checks.assert_same(ops.split_weight_gradient(gradient), formats.split_weight_gradient(gradient), f"{rows}")
-
-
-# ---- every code under every scale ----
-
-
-def _all_codes(scale: torch.Tensor):
-    """Rows of all 256 codes, one a scale."""
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    return codes.repeat(scale.numel(), 1), scale[:, None].repeat(1, 2)
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=str)
-def test_every_fp8_code_and_scale(device, source):
-    if source == torch.uint8:
-        scale = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    else:
-        scale = torch.cat([1 << torch.arange(23), torch.arange(1, 256) << 23]).to(torch.int32).view(torch.float32)
-    q, scales = _all_codes(scale)
-    on_gpu = q.to(device), scales.to(device)
-    for rounding in strategies.ROUNDINGS:
-        expected = formats.fp8_row_to_fp4_row(q, scales, rounding)
-        checks.assert_same(ops.fp8_row_to_fp4_row(*on_gpu, rounding), expected, rounding)
-    for options in ({}, {"scale_dtype": torch.uint8}, {"scale_layout": "gemm"}):
-        expected = formats.fp8_row_to_fp8_row(q, scales, **options)
-        checks.assert_same(ops.fp8_row_to_fp8_row(*on_gpu, **options), expected, str(options))
-    # Neighboring scales in one tile: every shift from 0 to the number of scales.
-    sizes = torch.tensor([64] * (scale.numel() // 64) + [scale.numel() % 64], dtype=torch.int32)
-    expected = formats.fp8_row_to_fp8_col(q, scales, sizes)
-    checks.assert_same(ops.fp8_row_to_fp8_col(*on_gpu, sizes.to(device)), expected, "columns")
-    for dtype in DTYPES:
-        expected = formats.fp8_row_to_bf16(q, scales, dtype=dtype)
-        checks.assert_same(ops.fp8_row_to_bf16(*on_gpu, dtype=dtype), expected, str(dtype))
-
-
-def test_every_fp4_code_and_pair_of_scales(device):
-    # In a group of four blocks: all pairs of a scale byte and a larger one beside it.
-    byte = torch.arange(256 * 256, dtype=torch.int32)
-    packed = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(4, 64).repeat(64 * 256, 1)
-    scales = torch.stack([byte & 0xFF, byte >> 8, byte & 0xFF, torch.zeros_like(byte)], 1).to(torch.uint8)
-    for options in ({}, {"scale_dtype": torch.uint8}, {"scale_layout": "gemm"}):
-        expected = formats.fp4_row_to_fp8_row(packed, scales, **options)
-        got = ops.fp4_row_to_fp8_row(packed.to(device), scales.to(device), **options)
-        checks.assert_same(got, expected, str(options))
-    sizes = torch.full((256,), 256, dtype=torch.int32)
-    expected = formats.fp4_row_to_fp8_col(packed, scales, sizes)
-    got = ops.fp4_row_to_fp8_col(packed.to(device), scales.to(device), sizes.to(device))
-    checks.assert_same(got, expected, "columns")
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_every_16_bit_number(device, dtype):
-    values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
-    for exponent in range(-20, 16, 3):
-        leader = torch.tensor(1.25 * 2.0**exponent).to(dtype)
-        below = values[values.isfinite() & (values.abs() <= leader)]
-        below = below[: below.numel() // 127 * 127].view(-1, 127)
-        x = torch.cat([leader.expand(below.shape[0], 1), below], 1).contiguous()
-        for rounding in strategies.ROUNDINGS:
-            expected = formats.bf16_to_fp4_row(x, rounding)
-            checks.assert_same(ops.bf16_to_fp4_row(x.to(device), rounding), expected, f"{exponent} {rounding}")
-        checks.assert_same(ops.bf16_to_fp8_row(x.to(device)), formats.bf16_to_fp8_row(x), str(exponent))
-
-
-def test_nan_in_every_lane(device):
-    for dtype in DTYPES:
-        x = torch.randn(1024, 1024).to(dtype)
-        bad = torch.tensor([float("nan"), float("inf"), -float("inf"), -float("nan")]).to(dtype)
-        x[torch.arange(1024), torch.arange(1024)] = bad.repeat(256)
-        checks.assert_same(ops.bf16_to_fp4_row(x.to(device)), formats.bf16_to_fp4_row(x), str(dtype))
-        checks.assert_same(ops.bf16_to_fp8_row(x.to(device)), formats.bf16_to_fp8_row(x), str(dtype))
-        sizes = torch.tensor([1000, 24], dtype=torch.int32)
-        expected = formats.bf16_to_fp8_row_and_col(x, sizes)
-        checks.assert_same(ops.bf16_to_fp8_row_and_col(x.to(device), sizes.to(device)), expected, str(dtype))
-
-
-# ---- what a training step asks of them ----
-
-
-def _conversions(device):
-    """(name, call) of every conversion over small inputs; a call takes `out=`."""
-    x = torch.randn(300, 1024, device=device).bfloat16()
-    sizes = torch.tensor([0, 200, 0, 100], dtype=torch.int32, device=device)
-    index = torch.randint(-1, 300, (300,), dtype=torch.int32, device=device)
-    fp4, fp8 = ops.bf16_to_fp4_row(x), ops.bf16_to_fp8_row(x, scale_dtype=torch.uint8)
-    columns = {"padded_rows": 384, "index": index, "scale_layout": "gemm"}
-    return {
-        "bf16_to_fp4_row": lambda **o: ops.bf16_to_fp4_row(x, index=index, **o),
-        "fp4_row_to_bf16": lambda **o: ops.fp4_row_to_bf16(*fp4, index=index, **o),
-        "bf16_to_fp8_row": lambda **o: ops.bf16_to_fp8_row(x, index=index, **o),
-        "fp8_row_to_bf16": lambda **o: ops.fp8_row_to_bf16(*fp8, index=index, **o),
-        "fp4_row_to_fp8_row": lambda **o: ops.fp4_row_to_fp8_row(*fp4, index=index, scale_layout="gemm", **o),
-        "fp8_row_to_fp4_row": lambda **o: ops.fp8_row_to_fp4_row(*fp8, index=index, **o),
-        "fp8_row_to_fp8_row": lambda **o: ops.fp8_row_to_fp8_row(*fp8, index=index, scale_layout="gemm", **o),
-        "fp4_row_to_fp8_col": lambda **o: ops.fp4_row_to_fp8_col(*fp4, sizes, **columns, **o),
-        "fp8_row_to_fp8_col": lambda **o: ops.fp8_row_to_fp8_col(*fp8, sizes, **columns, **o),
-        "bf16_to_fp8_row_and_col": lambda **o: ops.bf16_to_fp8_row_and_col(x, sizes, **columns, **o),
-    }
-
-
-def _flat(result):
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return [t for part in result for t in _flat(part)]
-
-
-def _bytes(result) -> list[torch.Tensor]:
-    return [checks.bits(t.contiguous()) for t in _flat(result)]
-
-
-def test_graph_capture_replays_without_allocating(device):
-    for name, call in _conversions(device).items():
-        out = call()
-        expected = _bytes(out)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            call(out=out)
-        for t in _flat(out):
-            t.view(torch.uint8).fill_(0xA5) if t.is_contiguous() else t.fill_(5)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.cuda.memory_allocated() == before
-        for a, b in zip(_bytes(out), expected, strict=True):
-            assert torch.equal(a, b), name
-
-
-def test_nothing_waits_for_the_gpu(device):
-    for name, call in _conversions(device).items():
-        out = call()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            call(out=out)
-        except RuntimeError as error:
-            raise AssertionError(f"{name} waits: {error}") from error
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def test_the_callers_stream(device):
-    stream = torch.cuda.Stream()
-    for name, call in _conversions(device).items():
-        expected = _bytes(call())
-        with torch.cuda.stream(stream):
-            warm = call()  # so that the stream has its memory
-            stream.synchronize()
-            del warm
-            torch.cuda._sleep(20_000_000)
-            result = call()
-            done = stream.record_event()
-            assert not done.query(), f"{name} did not wait for its stream"
-        stream.synchronize()
-        for a, b in zip(_bytes(result), expected, strict=True):
-            assert torch.equal(a, b), name
-
-
-def test_more_than_2_31_elements(device):
-    # 300,000 rows that repeat 4096: all of them against a small conversion, columns in places.
-    rows, k, period = 300_000, 7168, 4096
-    base = torch.randn(period, k, device=device).bfloat16()
-    index = (torch.arange(rows, device=device, dtype=torch.int32) % period).contiguous()
-    fp4 = ops.bf16_to_fp4_row(base)
-    small = ops.fp4_row_to_fp8_row(*fp4)
-    wide = ops.bf16_to_fp4_row(base, index=index)
-    assert wide[0].numel() * 2 > 2**31
-    fp8 = ops.fp4_row_to_fp8_row(*wide)
-    assert fp8[0].numel() > 2**31
-    q = fp8[0].view(torch.uint8)
-    for start in range(0, rows, period):
-        n = min(period, rows - start)
-        assert torch.equal(q[start : start + n], small[0].view(torch.uint8)[:n]), start
-        assert torch.equal(fp8[1][start : start + n], small[1][:n]), start
-    sizes = torch.tensor([rows - 100, 0, 100], dtype=torch.int32, device=device)
-    padded = sum(formats.padded_sizes(sizes.tolist()))
-    columns = ops.fp8_row_to_fp8_col(*fp8, sizes, padded_rows=padded)
-    del fp8, wide
-    # The last group's columns, against the reference over its own rows.
-    own = ops.fp4_row_to_fp8_row(*fp4, index=index[-100:])
-    expected = formats.fp8_row_to_fp8_col(own[0].cpu(), own[1].cpu(), torch.tensor([100], dtype=torch.int32))
-    checks.assert_same(columns[0][-k * 128 :], expected[0], "last group")
-    checks.assert_same(columns[1][:, -1:].contiguous(), expected[1], "last group's scales")
-    # A tile beyond element 2^31, against the reference over its rows.
-    tile = (rows - 100) // 128 - 1
-    own = ops.fp4_row_to_fp8_row(*fp4, index=index[tile * 128 : (tile + 1) * 128])
-    expected = formats.fp8_row_to_fp8_col(own[0].cpu(), own[1].cpu(), torch.tensor([128], dtype=torch.int32))
-    group = columns[0].view(torch.uint8)[: k * (padded - 128)].view(k, padded - 128)
-    got = group[:, tile * 128 : (tile + 1) * 128].contiguous()
-    checks.assert_same(got, expected[0].view(torch.uint8).view(k, 128), "tile")
-
-
-def test_large_ragged_groups_with_gather(device):
-    sizes = checks.sizes_for(20000, 32, 3)
-    for k in (7168, 2048):
-        x = torch.randn(5000, k, device=device).bfloat16() * torch.rand(5000, 1, device=device).bfloat16()
-        index = torch.randint(-1, 5000, (20000,), dtype=torch.int32, device=device)
-        on_gpu = sizes.to(device)
-        fp4, fp8 = ops.bf16_to_fp4_row(x), ops.bf16_to_fp8_row(x, scale_dtype=torch.uint8)
-        for layout in ("row", "gemm"):
-            options = {"index": index, "scale_layout": layout}
-            # The reference on the GPU: seconds instead of minutes.
-            expected = formats.fp4_row_to_fp8_col(*fp4, on_gpu, **options)
-            checks.assert_same(ops.fp4_row_to_fp8_col(*fp4, on_gpu, **options), expected, f"fp4 {k} {layout}")
-            expected = formats.fp8_row_to_fp8_col(*fp8, on_gpu, **options)
-            checks.assert_same(ops.fp8_row_to_fp8_col(*fp8, on_gpu, **options), expected, f"fp8 {k} {layout}")
-            expected = formats.bf16_to_fp8_row_and_col(x, on_gpu, **options)
-            checks.assert_same(ops.bf16_to_fp8_row_and_col(x, on_gpu, **options), expected, f"both {k} {layout}")
-        expected = formats.fp4_row_to_fp8_row(*fp4, index=index, scale_layout="gemm")
-        got = ops.fp4_row_to_fp8_row(*fp4, index=index, scale_layout="gemm")
-        assert got[1].stride() == (1, 20000)
-        checks.assert_same(got, expected, f"rows {k}")
+from tests.gpu.compare import FLOAT_DTYPES, SCALE_DTYPES, assert_same_bits, check, check_quantizers
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+DEVICE = "cuda"  # tests/unit/test_kernel_sources_warp.py runs some of these on the host
+
+FP4_WIDTHS = (32, 96, 160, 800, 1024, 1056, 2880, 7168)
+FP8_WIDTHS = (1, 7, 100, 130, 136, 257, 776, 900, 2880, 7168 + 64)  # short last groups in every step
+
+
+def _cuda(t: torch.Tensor) -> torch.Tensor:
+    return t.to(DEVICE)
+
+
+# ---- values ----
+
+
+def _leaders(dtype: torch.dtype) -> torch.Tensor:
+    """Magnitudes [n] of all exponents, with significands on both sides of every rounding rule's threshold."""
+    mantissa_bits = strategies.MANTISSA_BITS[dtype]
+    exponents = torch.arange(255 if dtype == torch.bfloat16 else 31)
+    one = 1 << mantissa_bits
+    half, quarter = one // 2, one // 4
+    mantissas = torch.tensor([0, 1, half - 1, half, half + 1, half + quarter, half + quarter + 1, one - 1])
+    return (exponents[:, None] * one + mantissas).flatten().to(torch.int16).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES[:2], ids=str)
+@pytest.mark.parametrize("block", [32, 128])
+def test_every_16_bit_number_under_every_scale(dtype, block):
+    values = torch.arange(-(1 << 15), 1 << 15, device=DEVICE).to(torch.int16).view(dtype)
+    values = values[values.isfinite()]
+    values = torch.nn.functional.pad(values, (0, -values.numel() % (block - 1))).view(1, -1, block - 1)
+    for leaders in _cuda(_leaders(dtype)).split(256):
+        lead = leaders[:, None, None]
+        # Too large for the leader's block: zero, so that the leader sets the scale.
+        rest = torch.where(values.abs() <= lead, values, torch.zeros_like(values))
+        x = torch.cat([lead.expand(-1, rest.shape[1], 1), rest], dim=2).flatten(0, 1).view(leaders.shape[0], -1)
+        if block == 32:
+            for rounding in formats.SCALE_ROUNDINGS:
+                check("bf16_to_fp4_row", x, rounding, host=False)
+        else:
+            check("bf16_to_fp8_row", x, scale_dtype=torch.uint8, host=False)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("kind", strategies.FINITE_KINDS)
+def test_kinds_of_values(dtype, kind):
+    x = strategies.make(kind, 33, 1056, dtype, seed=1)
+    check_quantizers(_cuda(x))
+    check_quantizers(_cuda(strategies.poison(x, seed=2, count=40)))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_random_bits_and_subnormals_at_scale(dtype):
+    bits = torch.empty(2048, 7168, dtype=strategies.INT_OF[dtype], device=DEVICE)
+    info = torch.iinfo(bits.dtype)
+    x = bits.random_(info.min, info.max).view(dtype)
+    check_quantizers(x, host=False)
+    check_quantizers(x.nan_to_num(0.0, 0.0, 0.0), host=False)
+    # Subnormal numbers and those just above them.
+    shift = strategies.MANTISSA_BITS[dtype] + 2
+    small = (bits & ((1 << shift) - 1)) | (bits & info.min)
+    check_quantizers(small.view(dtype), host=False)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_not_finite_in_every_lane(dtype, bad):
+    x = torch.randn(1024, 1024, device=DEVICE).to(dtype)
+    lane = torch.arange(1024, device=DEVICE)
+    x[lane, lane] = bad
+    packed, scales = check("bf16_to_fp4_row", x)
+    assert int((scales == 0xFF).sum()) == 1024
+    decoded = check("fp4_row_to_bf16", packed, scales)
+    assert bool(decoded.view(1024, 32, 32)[lane, lane // 32].isnan().all())
+    q, scales = check("bf16_to_fp8_row", x)
+    decoded = check("fp8_row_to_bf16", q, scales)
+    assert int(decoded.isnan().sum()) == 1024 * 128
+    assert bool(decoded.view(1024, 8, 128)[lane, lane // 128].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_every_scale_byte_and_code_decodes(dtype):
+    byte = torch.arange(256, device=DEVICE).to(torch.uint8)
+    # MXFP4: each row one scale byte, all pairs of codes.
+    check("fp4_row_to_bf16", byte.repeat(256, 1), byte[:, None].repeat(1, 16), dtype=dtype)
+    # FP8: all codes under each UE8M0 byte, and under each FP32 power of two, NaN and infinity.
+    check("fp8_row_to_bf16", byte.repeat(256, 1), byte[:, None].repeat(1, 2), dtype=dtype)
+    exponents = torch.cat([1 << torch.arange(23), torch.arange(1, 256) << 23]).to(torch.int32)
+    powers = torch.cat([exponents, torch.tensor([0x7FC00000, 0x7F800001])]).to(torch.int32).view(torch.float32)
+    q = byte.repeat(powers.numel(), 1)
+    check("fp8_row_to_bf16", q, _cuda(powers)[:, None].repeat(1, 2), dtype=dtype)
+    # On a GPU other FP32 scales are not refused: read as the next lower power of two.
+    other = torch.empty(512, 2, dtype=torch.int32, device=DEVICE).random_(-(1 << 31), (1 << 31) - 1)
+    check("fp8_row_to_bf16", byte.repeat(512, 1), other.view(torch.float32), dtype=dtype, host=False)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_arbitrary_records_decode(dtype):
+    for seed, width in enumerate(FP4_WIDTHS):
+        check("fp4_row_to_bf16", *map(_cuda, strategies.random_fp4(17, width, seed)), dtype=dtype)
+    for seed, (width, scale_dtype) in enumerate(itertools.product(FP8_WIDTHS, SCALE_DTYPES)):
+        check("fp8_row_to_bf16", *map(_cuda, strategies.random_fp8(17, width, seed, scale_dtype)), dtype=dtype)
+
+
+# ---- shapes, gathering, memory layouts ----
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 3, 257])
+def test_shapes(dtype, rows):
+    for width in sorted({*FP4_WIDTHS, *FP8_WIDTHS}):
+        x = _cuda(strategies.make("gaussian", rows, width, dtype, seed=width))
+        check_quantizers(x)
+        if width % 32 == 0:
+            check("fp4_row_to_bf16", *ops.bf16_to_fp4_row(x), dtype=dtype)
+        for scale_dtype in SCALE_DTYPES:
+            check("fp8_row_to_bf16", *ops.bf16_to_fp8_row(x, scale_dtype=scale_dtype), dtype=dtype)
+
+
+@pytest.mark.parametrize("width", [96, 100, 2880, 7168])
+def test_gathering(width):
+    x = _cuda(strategies.make("student_t", 50, width, seed=3))
+    lists = [torch.randint(-1, 50, (n,), dtype=torch.int32, device=DEVICE) for n in (1, 333)]
+    lists += [torch.full((5,), -1, dtype=torch.int32, device=DEVICE), torch.empty(0, dtype=torch.int32, device=DEVICE)]
+    strided = torch.arange(20, dtype=torch.int32, device=DEVICE)
+    for index in (*lists, strided):
+        check_quantizers(x, index=index)
+        if width % 32 == 0:
+            packed, scales = ops.bf16_to_fp4_row(x)
+            for dtype in FLOAT_DTYPES:
+                check("fp4_row_to_bf16", packed, scales, dtype=dtype, index=index)
+        for scale_dtype, dtype in itertools.product(SCALE_DTYPES, FLOAT_DTYPES):
+            q, scales = ops.bf16_to_fp8_row(x, scale_dtype=scale_dtype)
+            check("fp8_row_to_bf16", q, scales, dtype=dtype, index=index)
+    # No rows to gather from, zero rows to make.
+    nothing = torch.full((3,), -1, dtype=torch.int32, device=DEVICE)
+    check_quantizers(x[:0], index=nothing)
+
+
+def _record_views(rows: int, widths: list[int], start: int, record_bytes: int):
+    """uint8 [rows, record_bytes] of a pattern, and views of `widths` bytes side by side in it from `start` on."""
+    storage = torch.full((rows * record_bytes + 64,), 0xA5, dtype=torch.uint8, device=DEVICE)
+    records = storage[: rows * record_bytes].view(rows, record_bytes)
+    views = []
+    for width in widths:
+        views.append(records[:, start : start + width])
+        start += width
+    return records, views
+
+
+@pytest.mark.parametrize("width", [32, 96, 2880, 7168])
+@pytest.mark.parametrize(("start", "extra"), [(0, 0), (0, 16), (4, 12), (8, 8), (1, 0), (3, 7), (2, 31)])
+def test_records(width, start, extra):
+    """Data and scales as views into one buffer, aligned and not, written in place and read in place."""
+    x = _cuda(strategies.make("gaussian", 37, width, seed=4))
+    for fmt in ("fp4", "fp8"):
+        widths = [width // 2, width // 32] if fmt == "fp4" else [width, -(-width // 128)]
+        records, (data, scales) = _record_views(37, widths, start, start + sum(widths) + extra)
+        if fmt == "fp4":
+            expected = formats.bf16_to_fp4_row(x)
+            result = ops.bf16_to_fp4_row(x, out=(data, scales))
+        else:
+            expected = formats.bf16_to_fp8_row(x, scale_dtype=torch.uint8)
+            expected = (expected[0].view(torch.uint8), expected[1])
+            result = ops.bf16_to_fp8_row(x, scale_dtype=torch.uint8, out=(data, scales))
+        assert result[0] is data and result[1] is scales
+        assert_same_bits(expected[0], data, "data")
+        assert_same_bits(expected[1], scales, "scales")
+        # Not a byte beside them was touched.
+        assert bool((records[:, :start] == 0xA5).all()) and bool((records[:, start + sum(widths) :] == 0xA5).all())
+        for dtype in FLOAT_DTYPES:
+            check(f"{fmt}_row_to_bf16", data, scales, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])
+def test_strided_values(dtype, offset):
+    """Inputs and outputs that are column ranges of wider tensors, rows of any distance."""
+    wide = _cuda(strategies.make("gaussian", 21, 2048 + offset, dtype, seed=5))
+    for width in (96, 1056, 2048):
+        x = wide[:, offset : offset + width]
+        check_quantizers(x)
+        packed, scales = ops.bf16_to_fp4_row(x)
+        out = torch.zeros_like(wide)
+        view = out[:, offset : offset + width]
+        assert ops.fp4_row_to_bf16(packed, scales, dtype=dtype, out=view) is view
+        assert_same_bits(formats.fp4_row_to_bf16(packed, scales, dtype=dtype), view.contiguous())
+        assert int(out.count_nonzero()) == int(view.count_nonzero())
+        q, scales = ops.bf16_to_fp8_row(x)
+        ops.fp8_row_to_bf16(q, scales, dtype=dtype, out=view)
+        assert_same_bits(formats.fp8_row_to_bf16(q, scales, dtype=dtype), view.contiguous())
+    # One row for all: a row stride of zero.
+    check_quantizers(wide[:1, offset : offset + 96].expand(9, 96))
+
+
+def test_fp32_scales_of_another_layout():
+    """FP32 scales with rows of any distance, as in a larger buffer."""
+    x = torch.randn(64, 7168, device=DEVICE, dtype=torch.bfloat16)
+    q, buffer = torch.empty(64, 7168, dtype=torch.uint8, device=DEVICE), torch.zeros(64, 61, device=DEVICE)
+    ops.bf16_to_fp8_row(x, out=(q, buffer[:, 3:59]))
+    expected = formats.bf16_to_fp8_row(x)
+    assert_same_bits(expected[0].view(torch.uint8), q)
+    assert_same_bits(expected[1], buffer[:, 3:59].contiguous())
+    assert int(buffer.count_nonzero()) == 64 * 56
+    check("fp8_row_to_bf16", q, buffer[:, 3:59])
+
+
+# ---- peers ----
+
+
+@pytest.mark.parametrize("rounding", formats.SCALE_ROUNDINGS)
+def test_bits_are_torchaos(rounding):
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+
+    x = torch.randn(512, 7168, device=DEVICE, dtype=torch.bfloat16)
+    x *= torch.exp2(torch.randint(-20, 20, (512, 224), device=DEVICE).repeat_interleave(32, dim=1)).to(x.dtype)
+    scales, packed = mx.to_mx(x, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode[rounding.upper()])
+    got = ops.bf16_to_fp4_row(x, rounding)
+    assert_same_bits(scales.view(torch.uint8), got[1])
+    assert_same_bits(packed.view(torch.uint8), got[0])

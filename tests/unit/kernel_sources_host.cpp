@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// The kernels' format rules as host code, for test_kernel_sources.py: what one warp does with rows of whole units, one unit
-// after the other. Compiled by the host's compiler from the headers that nvcc and NVRTC get.
+// The kernels' format rules as host code, for test_kernel_sources.py: what one warp does with rows of whole units, one
+// unit after the other. Compiled by the host's compiler from the headers that nvcc and NVRTC get.
 #include <cmath>
 
 #include "formats.cuh"
@@ -51,7 +51,8 @@ void from_fp4(const uint32* packed, const uint8* scales, int64 blocks, char* out
         uint32 value[4];
         decode_e2m1x8(packed[unit], value);
         const uint32 scale = scales[unit / 4];
-        const Values8<T> values = scale == kUe8m0Nan ? nan_values<T>() : scaled_values<T>(value, ue8m0_scale_bits(scale));
+        const Values8<T> values =
+            scale == kUe8m0Nan ? nan_values<T>() : scaled_values<T>(value, ue8m0_scale_bits(scale));
         __builtin_memcpy(out + unit * 8 * T::kBytes, &values, 8 * T::kBytes);
     }
 }
@@ -93,13 +94,13 @@ void from_fp8(const uint32* q, const uint32* scale_bits, int64 groups, char* out
 }  // namespace
 
 // `type`: 0 BF16, 1 FP16, 2 FP32.
-#define DISPATCH(type, function, ...)      \
-    if (type == 0) {                       \
-        function<Bf16>(__VA_ARGS__);       \
-    } else if (type == 1) {                \
-        function<Fp16>(__VA_ARGS__);       \
-    } else {                               \
-        function<Fp32>(__VA_ARGS__);       \
+#define DISPATCH(type, function, ...) \
+    if (type == 0) {                  \
+        function<Bf16>(__VA_ARGS__);  \
+    } else if (type == 1) {           \
+        function<Fp16>(__VA_ARGS__);  \
+    } else {                          \
+        function<Fp32>(__VA_ARGS__);  \
     }
 
 extern "C" {
@@ -162,7 +163,8 @@ void host_e4m3_amax(const uint32* codes, int64 units, uint32* result) {
 #ifdef DS_FP4_WITH_CUDA_HEADERS
 // The same conversions in NVIDIA's terms: decoded, scaled in FP64, which is exact, and encoded.
 uint8 nvidia_shifted(uint8 code, int from_fp4, int to_fp4, int shift) {
-    const __half_raw half = from_fp4 ? __nv_cvt_fp4_to_halfraw(code, __NV_E2M1) : __nv_cvt_fp8_to_halfraw(code, __NV_E4M3);
+    const __half_raw half =
+        from_fp4 ? __nv_cvt_fp4_to_halfraw(code, __NV_E2M1) : __nv_cvt_fp8_to_halfraw(code, __NV_E4M3);
     const double value = std::ldexp(static_cast<double>(__half2float(__half(half))), shift);
     return to_fp4 ? __nv_cvt_double_to_fp4(value, __NV_E2M1, cudaRoundNearest)
                   : __nv_cvt_double_to_fp8(value, __NV_SATFINITE, __NV_E4M3);

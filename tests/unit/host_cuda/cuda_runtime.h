@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Stands in for CUDA's header of this name, so that a host's compiler makes host code of ops/csrc/kernels.cu: one block after
-// the other, each thread of a block a fiber that yields where threads meet (barriers, shuffles, votes, reductions). What it
-// cannot show is a missing barrier, what a GPU's own instructions round, or speed. It does show wrong indices, wrong bits,
-// threads that do not meet, and lanes that meet in different places.
+// Stands in for CUDA's header of this name, so that a host's compiler makes host code of ops/csrc/kernels.cu: one
+// block after the other, each thread of a block a fiber that yields where threads meet (barriers, shuffles, votes,
+// reductions). What it cannot show is a missing barrier, what a GPU's own instructions round, or speed. It does show
+// wrong indices, wrong bits, threads that do not meet, and lanes that meet in different places.
 #pragma once
 
 #include <ucontext.h>
@@ -21,7 +21,7 @@
 #define __launch_bounds__(...)
 #define DS_FP4_DEVICE inline
 
-struct uint2 {
+struct alignas(8) uint2 {
     unsigned x, y;
 };
 struct alignas(16) uint4 {
@@ -30,10 +30,10 @@ struct alignas(16) uint4 {
 struct alignas(16) longlong2 {
     long long x, y;
 };
-struct float4 {
+struct alignas(16) float4 {
     float x, y, z, w;
 };
-struct int4 {
+struct alignas(16) int4 {
     int x, y, z, w;
 };
 struct dim3 {
@@ -41,8 +41,12 @@ struct dim3 {
     dim3() = default;
     dim3(unsigned x_) : x(x_) {}
 };
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) {
+    return {x, y};
+}
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
+    return {x, y, z, w};
+}
 
 namespace host_cuda {
 
@@ -77,7 +81,9 @@ inline void fail(const char* what) {
     std::abort();
 }
 
-inline void yield() { swapcontext(&block.threads[block.current].context, &block.scheduler); }
+inline void yield() {
+    swapcontext(&block.threads[block.current].context, &block.scheduler);
+}
 
 inline void run_thread() {
     block.entry(block.argument);
@@ -166,7 +172,9 @@ T value(std::uint64_t bits) {
     return result;
 }
 
-inline unsigned lane() { return block.current % kWarp; }
+inline unsigned lane() {
+    return block.current % kWarp;
+}
 
 }  // namespace host_cuda
 
@@ -175,10 +183,18 @@ inline unsigned lane() { return block.current % kWarp; }
 #define blockDim host_cuda::block_size
 #define gridDim host_cuda::grid_size
 
-inline void __trap() { host_cuda::fail("trap"); }
-inline void __syncthreads() { host_cuda::meet_in_block(); }
-inline void __syncwarp(unsigned = 0xFFFFFFFFu) { host_cuda::meet_in_warp(1, 0); }
-inline int __ffs(unsigned value) { return __builtin_ffs(static_cast<int>(value)); }
+inline void __trap() {
+    host_cuda::fail("trap");
+}
+inline void __syncthreads() {
+    host_cuda::meet_in_block();
+}
+inline void __syncwarp(unsigned = 0xFFFFFFFFu) {
+    host_cuda::meet_in_warp(1, 0);
+}
+inline int __ffs(unsigned value) {
+    return __builtin_ffs(static_cast<int>(value));
+}
 
 template <typename T>
 T __ldg(const T* address) {
@@ -217,8 +233,12 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
     return result;
 }
 
-inline bool __any_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, predicate) != 0; }
-inline bool __all_sync(unsigned mask, bool predicate) { return __ballot_sync(mask, predicate) == 0xFFFFFFFFu; }
+inline bool __any_sync(unsigned mask, bool predicate) {
+    return __ballot_sync(mask, predicate) != 0;
+}
+inline bool __all_sync(unsigned mask, bool predicate) {
+    return __ballot_sync(mask, predicate) == 0xFFFFFFFFu;
+}
 
 template <typename T>
 T __reduce_max_sync(unsigned, T value) {
@@ -258,17 +278,26 @@ using cudaStream_t = void*;
 constexpr cudaError_t cudaSuccess = 0;
 struct cudaFuncAttributes {};
 
-inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return cudaSuccess; }
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline const char* cudaGetErrorName(cudaError_t) { return ""; }
-inline const char* cudaGetErrorString(cudaError_t) { return ""; }
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) {
+    return cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() {
+    return cudaSuccess;
+}
+inline const char* cudaGetErrorName(cudaError_t) {
+    return "";
+}
+inline const char* cudaGetErrorString(cudaError_t) {
+    return "";
+}
 
 // Parameters are one struct, passed by value. Its type is not known here, but a larger struct is passed the same way.
 struct HostCudaParams {
     char bytes[1024];
 };
 
-inline cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 threads, void** arguments, size_t, cudaStream_t) {
+inline cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 threads, void** arguments, size_t,
+                                    cudaStream_t) {
     struct Call {
         void (*function)(HostCudaParams);
         HostCudaParams params;
@@ -278,7 +307,8 @@ inline cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 thread
     blockDim = threads;
     for (unsigned i = 0; i < grid.x; ++i) {
         blockIdx = dim3(host_cuda::backwards ? grid.x - 1 - i : i);
-        host_cuda::run_block([](void* c) { static_cast<Call*>(c)->function(static_cast<Call*>(c)->params); }, &call, threads.x);
+        host_cuda::run_block([](void* c) { static_cast<Call*>(c)->function(static_cast<Call*>(c)->params); }, &call,
+                             threads.x);
     }
     return cudaSuccess;
 }

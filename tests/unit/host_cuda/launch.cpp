@@ -6,11 +6,17 @@
 
 extern "C" {
 
-int host_kernel_count() { return static_cast<int>(ds_fp4::kernel_table().size()); }
+int host_kernel_count() {
+    return static_cast<int>(ds_fp4::kernel_table().size());
+}
 
-const char* host_kernel_name(int kernel) { return ds_fp4::kernel_table()[kernel].name; }
+const char* host_kernel_name(int kernel) {
+    return ds_fp4::kernel_table()[kernel].name;
+}
 
-void host_set_backwards(int backwards) { host_cuda::backwards = backwards; }
+void host_set_backwards(int backwards) {
+    host_cuda::backwards = backwards;
+}
 
 // `params` must be at least sizeof(HostCudaParams) long. Returns the bytes of the kernel's own parameters.
 size_t host_launch(int kernel, unsigned grid, unsigned threads, const void* params) {
