@@ -300,9 +300,7 @@ def check_weight_to_fp8(device, kind, experts, rows, k, seed, dtype, joined, ali
         w3 = strategies.poison(w3.view(-1, k), seed, 2).view(w3.shape)
     expected = formats.weight_to_fp8(w1, w3 if joined else None)
     canvas = Canvas(device, aligned)
-    out = tuple(
-        tuple(canvas.empty((t.numel(),), t.dtype).view(t.shape) for t in pair) for pair in expected
-    )
+    out = tuple(tuple(canvas.empty((t.numel(),), t.dtype).view(t.shape) for t in pair) for pair in expected)
     w1, w3 = (in_views(device, w.view(-1, k), aligned=aligned)[0] for w in (w1, w3))
     w1, w3 = (w.as_strided((experts, rows, k), (rows * w.stride(0), w.stride(0), 1)) for w in (w1, w3))
     assert_same(ops.weight_to_fp8(w1, w3 if joined else None, out=out), expected, "weight_to_fp8")

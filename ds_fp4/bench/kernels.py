@@ -167,5 +167,3 @@ def plot(results: list[dict], path: str, gpu: str, copy: float) -> None:
     axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
-
-

@@ -18,14 +18,13 @@ SOURCES = (torch.uint8, torch.float32)
 INDICES = ("none", "random", "absent", "empty")
 COLUMN_INDICES = ("none", "random", "absent")
 
+
 @pytest.fixture
 def device():
     return torch.device("cuda")
 
 
-sweep = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+sweep = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 rows = st.one_of(st.integers(0, 40), st.sampled_from([127, 128, 129, 1000]))
 fp4_widths = st.integers(1, 72).map(lambda n: 32 * n)
 fp8_widths = st.one_of(st.integers(1, 300), st.integers(1, 20).map(lambda n: 128 * n))
@@ -74,9 +73,7 @@ def test_bf16_to_fp4_row(kind, rows, k, seed, dtype, index, rounding, aligned):
 
 
 @sweep
-@given(
-    *values, fp8_widths, seeds, st.sampled_from(DTYPES), st.sampled_from(INDICES), st.sampled_from(SCALES), aligned
-)
+@given(*values, fp8_widths, seeds, st.sampled_from(DTYPES), st.sampled_from(INDICES), st.sampled_from(SCALES), aligned)
 def test_bf16_to_fp8_row(kind, rows, k, seed, dtype, index, scale, aligned):
     checks.check_bf16_to_fp8_row("cuda", kind, rows, k, seed, dtype, index, scale, aligned)
 
