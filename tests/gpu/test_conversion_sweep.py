@@ -27,7 +27,10 @@ def device():
 
 # Under compute-sanitizer a few examples take as long: DS_FP4_SWEEP=5.
 sweep = settings(
-    max_examples=int(os.environ.get("DS_FP4_SWEEP", "60")), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=int(os.environ.get("DS_FP4_SWEEP", "60")),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
 )
 rows = st.one_of(st.integers(0, 40), st.sampled_from([127, 128, 129, 1000]))
 fp4_widths = st.integers(1, 72).map(lambda n: 32 * n)
