@@ -97,8 +97,8 @@ def agree(mine: Announcement) -> None:
         verdict = _exchange(store, mine, rank, keys, prefix, timeout)
     except torch_dist.DistError as error:
         raise StartError(
-            f"{BLOCK}: the process group's key-value store cannot be reached ({error}). Rank 0 usually hosts it and has "
-            "probably died: its own log says why."
+            f"{BLOCK}: the process group's key-value store cannot be reached ({error}). Rank 0 usually hosts it and "
+            "has probably died: its own log says why."
         ) from error
     _raise_unless_agreed(verdict)
 
