@@ -3,6 +3,7 @@
 """Conversions between BF16 (FP16, FP32), MXFP4 and FP8, the same for host tensors and CUDA tensors, bit for bit.
 
     conversions   the calls: checks, outputs, then the reference or a kernel
+    fused         calls that fuse an activation, a gather or a sum with conversions
     kernels       what each CUDA kernel is launched with
     backends      which way of compiling them is in use: `builder` (nvcc) or `nvrtc` (CuPy)
     cache         where compiled kernels are kept, safely for many processes and nodes
@@ -22,10 +23,12 @@ from ds_fp4.ops.conversions import (
     fp8_row_to_fp4_row,
     fp8_row_to_fp8_col,
 )
+from ds_fp4.ops.fused import combine_rows, gather_rows, swiglu_backward, swiglu_forward
 
 __all__ = [
     "bf16_to_fp4_row",
     "bf16_to_fp8_row",
+    "combine_rows",
     "describe_kernels",
     "fp4_row_to_bf16",
     "fp4_row_to_fp8_col",
@@ -33,5 +36,8 @@ __all__ = [
     "fp8_row_to_bf16",
     "fp8_row_to_fp4_row",
     "fp8_row_to_fp8_col",
+    "gather_rows",
     "load_kernels",
+    "swiglu_backward",
+    "swiglu_forward",
 ]

@@ -44,11 +44,13 @@ class Kernel:
         name: of the header, the function and the call.
         params: fields of struct <name>_params, in order, each 64 bits wide.
         instantiations: template arguments, as text.
+        shared_bytes: of dynamic shared memory.
     """
 
     name: str
     params: tuple[str, ...]
     instantiations: tuple[str, ...] = _ROW_INSTANTIATIONS
+    shared_bytes: int = 0
 
     @functools.cached_property
     def packing(self) -> struct.Struct:
@@ -59,6 +61,54 @@ def _row_kernel(name: str, *params: str) -> Kernel:
     return Kernel(name, (*ROWS, *params))
 
 
+# ---- fused_kernels.cu ----
+
+CHUNK_VALUES = 512  # kChunkValues, csrc/stored_rows.cuh
+GATHER_UNITS = 4 * THREADS  # kGatherSteps, csrc/gather_rows.cuh
+_ACTIVATIONS = ("Swiglu", "SwigluClamped", "SwigluOai", "GegluTanh")
+_STORED_ROWS = ("Bf16Rows", "Mxfp4Rows", "Fp8Rows")
+
+_FUSED_KERNELS = (
+    Kernel(
+        "swiglu_forward",
+        (
+            "rows", "width", "chunks_a_row", "gate_up", "gate_up_stride", "weights", "alpha", "limit", "q", "q_stride",
+            "scales", "scales_stride", "scales_group_stride", "lowest_scale", "saved", "saved_stride", "saved_scales",
+            "saved_scales_stride", "rounding",
+        ),
+        tuple(f"{a}, {saved}" for a in _ACTIVATIONS for saved in ("Mxfp4Rows", "Fp8Rows", "NoRows")),
+    ),
+    Kernel(
+        "swiglu_backward",
+        (
+            "rows", "width", "group_sizes", "groups", "padded_input", "dh", "dh_stride", "weights", "gate_up",
+            "gate_up_stride", "gate_up_scales", "gate_up_scales_stride", "alpha", "limit", "lowest_scale", "row",
+            "row_stride", "row_scales", "row_scales_stride", "row_scales_group_stride", "col", "col_scales",
+            "col_scales_stride", "col_scales_tile_stride", "h_col", "h_col_scales", "h_col_scales_stride",
+            "h_col_scales_tile_stride", "partial",
+        ),
+        tuple(f"{a}, {saved}" for a in _ACTIVATIONS for saved in ("Mxfp4Rows", "Fp8Rows", "Bf16Rows")),
+        shared_bytes=50432,  # kSwigluBackwardSharedBytes
+    ),
+    Kernel("sum_partials", ("rows", "parts", "partial", "out"), ("8",)),
+    Kernel(
+        "gather_rows",
+        ("rows", "row_units", "input_rows", "index", "records", "records_stride", "out", "out_stride"),
+        ("16", "4", "1"),
+    ),
+    Kernel(
+        "combine_rows",
+        (
+            "rows", "width", "chunks_a_row", "input_rows", "offsets", "indices", "weights", "x", "x_stride", "x_scales",
+            "x_scales_stride", "x_scale_bytes", "out", "out_stride", "out_scales", "out_scales_stride",
+            "out_scale_bytes", "rounding",
+        ),
+        tuple(f"{a}, {b}, {v}" for a in _STORED_ROWS for b in _STORED_ROWS for v in ("true", "false")),
+    ),
+)  # fmt: skip
+
+# ---- all ----
+
 KERNELS: Mapping[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
@@ -66,6 +116,7 @@ KERNELS: Mapping[str, Kernel] = {
         _row_kernel("fp4_row_to_bf16", "packed", "packed_stride", "scales", "scales_stride", "out", "out_stride"),
         _row_kernel("bf16_to_fp8_row", "x", "x_stride", "q", "q_stride", "scales", "scales_stride", "scale_bytes"),
         _row_kernel("fp8_row_to_bf16", "q", "q_stride", "scales", "scales_stride", "scale_bytes", "out", "out_stride"),
+        *_FUSED_KERNELS,
     )
 }
 
@@ -82,19 +133,19 @@ def sources_hash() -> str:
 
 
 @functools.lru_cache(maxsize=None)
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _row_stride(t: torch.Tensor) -> int:
+def row_stride(t: torch.Tensor) -> int:
     """Bytes from row to row."""
     return t.stride(0) * t.element_size()
 
 
-def _aligned(t: torch.Tensor, unit_bytes: int) -> bool:
+def aligned(t: torch.Tensor, unit_bytes: int) -> bool:
     """Whether every unit of `unit_bytes` of every row may be accessed whole (in pieces of 16 bytes at most)."""
     alignment = min(unit_bytes, 16)
-    return t.data_ptr() % alignment == 0 and (t.shape[0] <= 1 or _row_stride(t) % alignment == 0)
+    return t.data_ptr() % alignment == 0 and (t.shape[0] <= 1 or row_stride(t) % alignment == 0)
 
 
 def launch_rows(
@@ -132,17 +183,17 @@ def launch_rows(
         "index": 0 if index is None else index.data_ptr(),
         "tiles_a_row": tiles_a_row,
         "scales": scales.data_ptr(),
-        "scales_stride": _row_stride(scales),
+        "scales_stride": row_stride(scales),
         **scalars,
     }
     vector = width % 8 == 0
     for parameter, (tensor, unit_bytes) in units.items():
         values[parameter] = tensor.data_ptr()
-        values[f"{parameter}_stride"] = _row_stride(tensor)
-        vector = vector and _aligned(tensor, unit_bytes)
+        values[f"{parameter}_stride"] = row_stride(tensor)
+        vector = vector and aligned(tensor, unit_bytes)
     device = scales.device.index
     blocks = -(-rows * tiles_a_row // (THREADS // 32))
-    grid = min(blocks, _multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
+    grid = min(blocks, multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
     template = f"{VALUE_TYPES[value_type]}, {'true' if vector else 'false'}"
     launch(KERNELS[name], template, grid, values, device)
 
