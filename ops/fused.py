@@ -11,6 +11,7 @@ it at most one code in ten thousand, by one step; results are the same from run 
 from __future__ import annotations
 
 import functools
+import math
 import struct
 
 import torch
@@ -67,8 +68,10 @@ def _pair(rows: torch.Tensor | Pair | None) -> tuple[torch.Tensor | None, torch.
 
 
 def _row_grid(rows: int, chunks_a_row: int, device: int) -> int:
-    blocks = -(-rows * chunks_a_row // _WARPS)
-    return min(blocks, multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
+    """Blocks whose warps are a multiple of the chunks of a row, so that a warp stays in its columns."""
+    multiple = chunks_a_row // math.gcd(chunks_a_row, _WARPS)
+    blocks = min(-(-rows * chunks_a_row // _WARPS), multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
+    return -(-blocks // multiple) * multiple
 
 
 @functools.wraps(reference.swiglu_forward)
@@ -167,6 +170,8 @@ def swiglu_backward(
         "gate_up_stride": row_stride(data),
         "gate_up_scales": _pointer(data_scales),
         "gate_up_scales_stride": 0 if data_scales is None else row_stride(data_scales),
+        "up_offset": width // 8 * _UNIT_BYTES[gate_up_format],
+        "up_scales_offset": width // (formats.MXFP4_BLOCK if gate_up_format == "mxfp4" else formats.FP8_GROUP),
         "alpha": _bits(alpha),
         "limit": _bits(limit),
         "lowest_scale": int(scale_layout == "gemm"),

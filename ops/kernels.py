@@ -82,13 +82,13 @@ _FUSED_KERNELS = (
         "swiglu_backward",
         (
             "rows", "width", "group_sizes", "groups", "padded_input", "dh", "dh_stride", "weights", "gate_up",
-            "gate_up_stride", "gate_up_scales", "gate_up_scales_stride", "alpha", "limit", "lowest_scale", "row",
-            "row_stride", "row_scales", "row_scales_stride", "row_scales_group_stride", "col", "col_scales",
+            "gate_up_stride", "up_offset", "gate_up_scales", "gate_up_scales_stride", "up_scales_offset", "alpha", "limit",
+            "lowest_scale", "row", "row_stride", "row_scales", "row_scales_stride", "row_scales_group_stride", "col", "col_scales",
             "col_scales_stride", "col_scales_tile_stride", "h_col", "h_col_scales", "h_col_scales_stride",
             "h_col_scales_tile_stride", "partial",
         ),
         tuple(f"{a}, {saved}" for a in _ACTIVATIONS for saved in ("Mxfp4Rows", "Fp8Rows", "Bf16Rows")),
-        shared_bytes=50432,  # kSwigluBackwardSharedBytes
+        shared_bytes=59136,  # kSwigluBackwardSharedBytes
     ),
     Kernel("sum_partials", ("rows", "parts", "partial", "out"), ("8",)),
     Kernel(

@@ -14,6 +14,8 @@ SCALE_LAYOUTS = ("row", "gemm")
 # The lowest scale exponent in each layout: a GEMM library may flush subnormal scales.
 LOWEST_EXPONENT = {"row": ue8m0.UE8M0_MIN_EXPONENT, "gemm": 1 - fp32.EXPONENT_BIAS}
 
+_BF16_LARGEST_BITS = 0x7F7F0000
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -80,14 +82,14 @@ def check_out_rows(
 def quantize_fp8_rows(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, lowest_exponent: int) -> None:
     """`formats.bf16_to_fp8_row` of FP32 [M, K], K a multiple of 128, with a lowest exponent of its own.
 
-    Where a group's scale would be lower, the lowest is taken and codes are rounded under it: the nearest normal scale for
+    A magnitude above BF16's largest number counts as infinite. Where a group's scale would be lower, the lowest is taken and codes are rounded under it: the nearest normal scale for
     `LOWEST_EXPONENT["gemm"]`. Zero groups and groups with a non-finite value get the lowest one too.
     """
     m, k = x.shape
     bits = fp32.bits_of(x)
     magnitude = bits & fp32.MAGNITUDE_MASK
     amax = magnitude.view(m, k // FP8_GROUP, FP8_GROUP).amax(-1)
-    finite = amax < fp32.INFINITY_BITS
+    finite = amax <= _BF16_LARGEST_BITS
     exponent = fp8_exponents(fp32.ordered(amax)).masked_fill_(~finite, lowest_exponent).clamp_(min=lowest_exponent)
     codes = e4m3.encode_scaled(fp32.scaled(magnitude, exponent, FP8_GROUP), bits)
     codes = codes.view(m, k // FP8_GROUP, FP8_GROUP).masked_fill_(~finite[..., None], e4m3.E4M3_NAN)

@@ -107,8 +107,8 @@ def combine_rows(
 
     The sum is FP32, starts at +0 and goes in the order of j: the same bits on every run. Rows are decoded as by
     `formats.fp4_row_to_bf16` and `fp8_row_to_bf16` into FP32; a product with a weight is rounded before it is added. The
-    sum is rounded to BF16, or quantized from FP32 as `formats.bf16_to_fp4_row` and `bf16_to_fp8_row` do. An index of -1
-    adds nothing, an empty list gives a row of zeros.
+    sum is rounded to BF16, and quantized as by `formats.bf16_to_fp4_row` for MXFP4; for FP8 it is quantized from FP32 as by
+    `formats.bf16_to_fp8_row`. An index of -1 adds nothing, an empty list gives a row of zeros.
 
     Args:
         rows: BF16 [M, K], MXFP4 (packed, scales) or FP8 (q, scales); inner stride 1, any row stride.
@@ -147,7 +147,7 @@ def combine_rows(
             values = values * weights[entries, None]
         total[lists] += values
     if out_format == "mxfp4":
-        return formats.bf16_to_fp4_row(total, scale_rounding, out=tuple(out))
+        return formats.bf16_to_fp4_row(total.to(torch.bfloat16), scale_rounding, out=tuple(out))
     if out_format == "fp8":
         return formats.bf16_to_fp8_row(total, scale_dtype=out[1].dtype, out=tuple(out))
     return out.copy_(total)

@@ -4,8 +4,8 @@
 // The formats in which the fused kernels read and write rows, behind one interface: a unit of eight values with the scale that
 // it is under. Bf16Rows have no scales, NoRows are not stored at all. A row's scales may be UE8M0 or (Fp8Rows) FP32.
 //
-// And how a warp walks over rows here: chunks of kChunkSteps x 32 units of a row, by grid strides, as in row_tiles.cuh but half
-// as long, since several rows are in flight at once.
+// And how a warp walks over rows here: a chunk is kChunkSteps x 32 units of a row, and a warp takes the same chunk of row after
+// row, so that pointers move by additions.
 #pragma once
 
 #include "activations.cuh"
@@ -35,22 +35,50 @@ DS_FP4_HD uint32 amax_of(const Floats8& x) {
 #endif
 }
 
-// Exponent field of an FP8 group's rounded-up maximum: its scale byte plus 8. The maximum of fields is the field of the maximum.
-constexpr uint32 kNonFiniteField = 256;
+// Exponent field of an FP8 group's rounded-up maximum: its scale byte plus kFieldOfByte0. The maximum of fields is the field of
+// the maximum.
+constexpr uint32 kNonFiniteField = 256, kFieldOfByte0 = kE4m3MaxPow2;
 
 DS_FP4_HD uint32 fp8_field(uint32 amax_bits) {
     return amax_bits >= kInfinityBits ? kNonFiniteField : (amax_bits + kFp8ScaleRounding) >> 23;
 }
 
-// Scale byte from the field, not below `lowest`.
-DS_FP4_HD uint32 fp8_scale_of_field(uint32 field, uint32 lowest) {
-    return field == kNonFiniteField ? lowest : larger(field, kE4m3MaxPow2 + lowest) - kE4m3MaxPow2;
+// A group's scale from its field, which becomes that of the scale, at least `lowest`. What values are to be multiplied with: NaN
+// for a group with a value that is not finite, so that all of its codes become NaN.
+DS_FP4_HD float settle_fp8_field(uint32& field, uint32 lowest) {
+    const bool finite = field != kNonFiniteField;
+    field = finite ? larger(field, lowest) : lowest;
+    const uint32 inverse = (254 + kFieldOfByte0 - field) << 23;
+    return float_of(finite ? inverse : kFp32NanBits);
 }
 
-DS_FP4_HD void encode_e4m3x8_or_nan(const Floats8& x, uint32 field, uint32 scale_byte, uint32 (&codes)[2]) {
-    encode_e4m3x8(x, scale_byte, codes);
-    if (field == kNonFiniteField) {
-        codes[0] = codes[1] = kE4m3NanCodes;
+// The same for activations, on fewer instructions: `rounded` is amax + kFp8ScaleRounding, whose upper 16 bits say everything. A
+// magnitude above BF16's largest counts as infinite, as it would be in BF16. `rounded` becomes the scale's field, in its place.
+constexpr uint32 kOverflow = 0x7F7F0001u + kFp8ScaleRounding;
+static_assert((kOverflow & 0xFFFF) == 0, "decided by the upper 16 bits");
+
+DS_FP4_HD float settle_activation_field(uint32& rounded, uint32 lowest) {
+    const bool finite = rounded < kOverflow;
+    rounded = finite ? larger(rounded & 0xFF800000u, lowest << 23) : lowest << 23;
+    return float_of(finite ? ((254 + kFieldOfByte0) << 23) - rounded : kFp32NanBits);
+}
+
+// Two codes of values that may be NaN.
+DS_FP4_HD uint32 encode_e4m3x2_or_nan(float low, float high) {
+#if DS_FP4_ARCH >= 890
+    return encode_e4m3x2(low, high);
+#else
+    const uint32 codes = encode_e4m3x2_on_bits(low, high);
+    return low == low && high == high ? codes : (low == low ? codes & 0xFF : 0x7F) | (high == high ? codes & 0xFF00 : 0x7F00);
+#endif
+}
+
+DS_FP4_HD void encode_e4m3x8(const Floats8& x, float inverse, uint32 (&codes)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float v0 = multiply(float_at(x, 4 * i), inverse), v1 = multiply(float_at(x, 4 * i + 1), inverse);
+        const float v2 = multiply(float_at(x, 4 * i + 2), inverse), v3 = multiply(float_at(x, 4 * i + 3), inverse);
+        codes[i] = encode_e4m3x2_or_nan(v0, v1) | encode_e4m3x2_or_nan(v2, v3) << 16;
     }
 }
 
@@ -101,6 +129,12 @@ struct Bf16Rows {
         return result;
     }
 
+    DS_FP4_HD static void decode_two(const uint32 (&a)[4], uint32, Floats8& a_values, const uint32 (&b)[4], uint32,
+                                     Floats8& b_values) {
+        a_values = decode(a, 0);
+        b_values = decode(b, 0);
+    }
+
     // sum += values
     DS_FP4_HD static void add(const uint32 (&word)[4], uint32, Floats8& sum) {
 #pragma unroll
@@ -120,19 +154,26 @@ struct ScaledRows {
     // `scale` is FP32 bits.
     template <int kCount>
     DS_FP4_HD static Floats8 decode(const uint32 (&word)[kCount], uint32 scale) {
-        uint32 value[4];
-        Codes::to_fp16(word, value);
-        Floats8 result;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            result.word[2 * i] = bits_of(multiply(Fp16::low(value[i]), float_of(scale)));
-            result.word[2 * i + 1] = bits_of(multiply(Fp16::high(value[i]), float_of(scale)));
-        }
+        Floats8 result = products(word, scale);
         if (scale > kLargestSafeBits) {  // rare
             saturate(result);
         }
         Codes::set_nans(word, result);
         return result;
+    }
+
+    // Two units under UE8M0 scales (bytes), in fewer instructions than decoding each.
+    template <int kCount>
+    DS_FP4_HD static void decode_two(const uint32 (&a)[kCount], uint32 a_scale, Floats8& a_values, const uint32 (&b)[kCount],
+                                     uint32 b_scale, Floats8& b_values) {
+        constexpr uint32 kPlain = kLargestSafe + 127;  // bytes 1 to this one are normal numbers, and safe
+        if (a_scale - 1 < kPlain && b_scale - 1 < kPlain && !Codes::has_nan(a) && !Codes::has_nan(b)) {
+            a_values = products(a, a_scale << 23);
+            b_values = products(b, b_scale << 23);
+        } else {  // rare
+            a_values = decode(a, ue8m0_scale_bits(a_scale));
+            b_values = decode(b, ue8m0_scale_bits(b_scale));
+        }
     }
 
     template <int kCount>
@@ -159,6 +200,19 @@ struct ScaledRows {
 
   private:
     static constexpr uint32 kLargestSafeBits = static_cast<uint32>(kLargestSafe + 127) << 23;
+
+    template <int kCount>
+    DS_FP4_HD static Floats8 products(const uint32 (&word)[kCount], uint32 scale) {
+        uint32 value[4];
+        Codes::to_fp16(word, value);
+        Floats8 result;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            result.word[2 * i] = bits_of(multiply(Fp16::low(value[i]), float_of(scale)));
+            result.word[2 * i + 1] = bits_of(multiply(Fp16::high(value[i]), float_of(scale)));
+        }
+        return result;
+    }
 
     DS_FP4_HD static void saturate(Floats8& x) {
 #pragma unroll
@@ -211,43 +265,33 @@ struct Fp8Rows : ScaledRows<E4m3Codes, 119> {
 constexpr int kChunkSteps = 2;
 constexpr int kChunkValues = kStepValues * kChunkSteps;
 
-// The chunks of one warp, and this lane's place in the current one.
-struct Chunk {
-    int64 row;
-    int64 first;  // this lane's first value in the row; its unit of step s is s * kStepValues further on
+// The chunks of one warp: always the same columns, of every `row_step`-th row. The host launches so many warps that they
+// come out even.
+struct Chunks {
+    int64 first_row;
+    int64 row_step;
+    int64 first;  // this lane's first value in a row; its unit of step s is s * kStepValues further on
     int left;     // values from there to the row's end, or more than a chunk
 
-    DS_FP4_DEVICE Chunk(int64 width_, int64 chunks_a_row_) : width(width_), chunks_a_row(static_cast<uint32>(chunks_a_row_)) {
+    DS_FP4_DEVICE Chunks(int64 width, int64 chunks_a_row) {
         const uint32 warp = blockIdx.x * (kThreads / kLanes) + __shfl_sync(kAllLanes, threadIdx.x / kLanes, 0);
-        row = warp / chunks_a_row;
-        number = warp % chunks_a_row;
-        place();
-    }
-
-    DS_FP4_DEVICE void advance() {
-        const uint32 warps = gridDim.x * (kThreads / kLanes);
-        row += warps / chunks_a_row;
-        number += warps % chunks_a_row;
-        if (number >= chunks_a_row) {
-            number -= chunks_a_row;
-            ++row;
-        }
-        place();
+        const uint32 chunks = static_cast<uint32>(chunks_a_row);
+        first_row = warp / chunks;
+        row_step = gridDim.x * (kThreads / kLanes) / chunks;
+        first = static_cast<int64>(warp % chunks) * kChunkValues + threadIdx.x % kLanes * kUnit;
+        left = static_cast<int>(min(width - first, static_cast<int64>(kChunkValues)));
     }
 
     DS_FP4_DEVICE bool has_unit(int step) const { return step * kStepValues < left; }
 
     // Values in a unit that exists; fewer than kUnit at the end of a row of FP8.
     DS_FP4_DEVICE int valid(int step) const { return min(left - step * kStepValues, kUnit); }
-
-  private:
-    int64 width;
-    uint32 chunks_a_row, number;
-
-    DS_FP4_DEVICE void place() {
-        first = static_cast<int64>(number) * kChunkValues + threadIdx.x % kLanes * kUnit;
-        left = static_cast<int>(min(width - first, static_cast<int64>(kChunkValues)));
-    }
 };
+
+// Lane `lane` of these shares a group with the first; the first one stores the group's scale.
+template <int kValues>
+DS_FP4_DEVICE bool first_lane_of() {
+    return threadIdx.x % (kValues / kUnit) == 0;
+}
 
 }  // namespace ds_fp4

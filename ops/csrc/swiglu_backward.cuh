@@ -47,8 +47,10 @@ struct swiglu_backward_params {
     const float* weights;  // null: 1
     const char* gate_up;
     int64 gate_up_stride;
+    int64 up_offset;  // from a row's first gate to its first up
     const uint8* gate_up_scales;
     int64 gate_up_scales_stride;
+    int64 up_scales_offset;
     int64 alpha;         // FP32 bits
     int64 limit;         // FP32 bits
     int64 lowest_scale;  // byte: 1 where subnormal scales are to be avoided, else 0
@@ -70,14 +72,16 @@ struct swiglu_backward_params {
 
 constexpr int kTileColumns = 128;
 constexpr int kRowWords = kTileColumns / 4;
+constexpr int kHalfWarp = kLanes / 2;
 constexpr int kGateValues = 0, kUpValues = 1, kHValues = 2, kTensors = 3;
 
 struct SwigluBackwardShared {
     uint32 codes[kTensors][kTileRows * kRowWords];
-    uint16 factor[kTensors][kTileRows];  // FP16 2^-shift of a row
-    uint32 row_scale[kTileRows];         // scale bytes of the three tensors
+    float weight_sum[kTileRows][kHalfWarp];  // each lane's part of dh * h
+    uint2 field[kTileRows];                  // of the rows' scales, in FP32's place: upper halves of gate and up, h
+    uint16 factor[kTensors][kTileRows];      // FP16 2^-shift of a row
 };
-constexpr int kSwigluBackwardSharedBytes = 50432;
+constexpr int kSwigluBackwardSharedBytes = 59136;
 static_assert(sizeof(SwigluBackwardShared) == kSwigluBackwardSharedBytes, "ops/kernels.py has this number too");
 
 // What a lane reads of one row.
@@ -86,51 +90,63 @@ struct BackwardUnit {
     uint32 dh[4];
     uint32 gate[Saved::kWords], up[Saved::kWords];
     uint32 gate_scale, up_scale;  // UE8M0
-    float weight;
 };
 
+// Where it reads that: a row of every input, on to the next but one by additions.
 template <typename Saved>
-DS_FP4_DEVICE void load_backward_unit(const swiglu_backward_params& p, int64 row, int64 column, bool exists,
-                                      BackwardUnit<Saved>& unit) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        unit.dh[i] = 0;
-    }
-#pragma unroll
-    for (int i = 0; i < Saved::kWords; ++i) {
-        unit.gate[i] = unit.up[i] = 0;
-    }
-    unit.gate_scale = unit.up_scale = 0;
-    unit.weight = 0.0f;
-    if (!exists) {
-        return;
-    }
-    load_words(p.dh + row * p.dh_stride + column * 2, unit.dh);
-    const char* gate = p.gate_up + row * p.gate_up_stride + column / kUnit * Saved::kUnitBytes;
-    load_words(gate, unit.gate);
-    load_words(gate + p.width / kUnit * Saved::kUnitBytes, unit.up);
-    if constexpr (Saved::kScaled) {
-        const uint8* scale = p.gate_up_scales + row * p.gate_up_scales_stride + column / Saved::kScaleValues;
-        unit.gate_scale = __ldg(scale);
-        unit.up_scale = __ldg(scale + p.width / Saved::kScaleValues);
-    }
-    unit.weight = p.weights == nullptr ? 1.0f : __ldg(p.weights + row);
-}
+struct BackwardReader {
+    const char* dh;
+    const char* gate;
+    const uint8* scale;
 
-// Four codes of consecutive rows times the rows' factors (FP16, two a word), rounded to nearest even.
-DS_FP4_HD uint32 scale_e4m3x4(uint32 codes, uint32 factor01, uint32 factor23) {
-    uint32 low = decode_e4m3x2(codes & 0xFFFF), high = decode_e4m3x2(codes >> 16);
-    low = Fp16::fma(low, factor01, 0x80008000u);
-    high = Fp16::fma(high, factor23, 0x80008000u);
+    DS_FP4_DEVICE BackwardReader(const swiglu_backward_params& p, int64 row, int64 column) {
+        dh = p.dh + row * p.dh_stride + column * 2;
+        gate = p.gate_up + row * p.gate_up_stride + column / kUnit * Saved::kUnitBytes;
+        scale = nullptr;
+        if constexpr (Saved::kScaled) {
+            scale = p.gate_up_scales + row * p.gate_up_scales_stride + column / Saved::kScaleValues;
+        }
+    }
+
+    DS_FP4_DEVICE void advance(const swiglu_backward_params& p) {
+        dh += 2 * p.dh_stride;
+        gate += 2 * p.gate_up_stride;
+        scale += 2 * p.gate_up_scales_stride;
+    }
+
+    // Zeros for a row that does not exist.
+    DS_FP4_DEVICE void load(const swiglu_backward_params& p, bool exists, BackwardUnit<Saved>& unit) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            unit.dh[i] = 0;
+        }
+#pragma unroll
+        for (int i = 0; i < Saved::kWords; ++i) {
+            unit.gate[i] = unit.up[i] = 0;
+        }
+        unit.gate_scale = unit.up_scale = 1;
+        if (exists) {
+            load_words(dh, unit.dh);
+            load_words(gate, unit.gate);
+            load_words(gate + p.up_offset, unit.up);
+            if constexpr (Saved::kScaled) {
+                unit.gate_scale = __ldg(scale);
+                unit.up_scale = __ldg(scale + p.up_scales_offset);
+            }
+        }
+    }
+};
+
+// Two codes (in the low half) of consecutive rows times the rows' factors (FP16, two a word), rounded to nearest even.
+DS_FP4_HD uint32 scale_e4m3x2(uint32 codes, uint32 factors) {
+    const uint32 product = Fp16::fma(decode_e4m3x2(codes & 0xFFFF), factors, 0x80008000u);
 #if DS_FP4_ARCH >= 890
-    uint16 codes01, codes23;
-    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes01) : "r"(low));
-    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes23) : "r"(high));
-    return codes01 | static_cast<uint32>(codes23) << 16;
+    uint16 result;
+    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(result) : "r"(product));
+    return result;
 #else
-    const uint32 result = encode_e4m3x2_on_bits(Fp16::low(low), Fp16::high(low)) |
-                          encode_e4m3x2_on_bits(Fp16::low(high), Fp16::high(high)) << 16;
-    const uint32 nan = ((codes & kE4m3NanCodes) + 0x01010101u) >> 7 & 0x01010101u;
+    const uint32 result = encode_e4m3x2_on_bits(Fp16::low(product), Fp16::high(product));
+    const uint32 nan = ((codes & 0x7F7F) + 0x0101) >> 7 & 0x0101;
     return (result & ~(nan * 0xFF)) | nan * 0x7F;
 #endif
 }
@@ -138,16 +154,6 @@ DS_FP4_HD uint32 scale_e4m3x4(uint32 codes, uint32 factor01, uint32 factor23) {
 // FP16 2^-shift; every E4M3 code rounds to zero long before that does.
 DS_FP4_HD uint32 fp16_power(uint32 shift) {
     return shift <= 14 ? (15 - shift) << 10 : shift <= 24 ? 1u << (24 - shift) : 0;
-}
-
-// Word i of the result: byte i of each of the four words.
-DS_FP4_HD void transpose_bytes(const uint32 (&in)[4], uint32 (&out)[4]) {
-    const uint32 even01 = permute_bytes(in[0], in[1], 0x5140), even23 = permute_bytes(in[2], in[3], 0x5140);
-    const uint32 odd01 = permute_bytes(in[0], in[1], 0x7362), odd23 = permute_bytes(in[2], in[3], 0x7362);
-    out[0] = permute_bytes(even01, even23, 0x5410);
-    out[1] = permute_bytes(even01, even23, 0x7632);
-    out[2] = permute_bytes(odd01, odd23, 0x5410);
-    out[3] = permute_bytes(odd01, odd23, 0x7632);
 }
 
 // The largest of two pairs of 16-bit numbers.
@@ -161,10 +167,13 @@ DS_FP4_HD uint32 larger_u16x2(uint32 a, uint32 b) {
 #endif
 }
 
+// Blocks on a multiprocessor: three, where 80 registers are enough.
+template <typename Activation>
+constexpr int kBackwardBlocks = Activation::kUpPlusOne ? 2 : 3;
+
 template <typename Activation, typename Saved>
-__global__ void __launch_bounds__(kThreads, 3) swiglu_backward(const swiglu_backward_params p) {
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks<Activation>) swiglu_backward(const swiglu_backward_params p) {
     SwigluBackwardShared& shared = dynamic_shared<SwigluBackwardShared>();
-    constexpr int kHalf = kLanes / 2;
     constexpr int kRowsAWarp = kTileRows / (kThreads / kLanes);
     const uint32 column_tiles = static_cast<uint32>(p.width / kTileColumns);
     const int64 tile = blockIdx.x / column_tiles;
@@ -182,23 +191,31 @@ __global__ void __launch_bounds__(kThreads, 3) swiglu_backward(const swiglu_back
     // ---- rows ----
     {
         const ActivationScalars scalars = {float_of(static_cast<uint32>(p.alpha)), float_of(static_cast<uint32>(p.limit))};
-        const uint32 lowest = static_cast<uint32>(p.lowest_scale);
-        const int half_lane = lane % kHalf;
-        const int first_local = warp * kRowsAWarp + lane / kHalf;
-        const int64 column = first_column + half_lane * kUnit;
-        const int place_in_row = (half_lane * 2) ^ (4 * warp);  // rows 16w and on belong to warp w
+        const uint32 lowest = kFieldOfByte0 + static_cast<uint32>(p.lowest_scale);
+        const int half_lane = lane % kHalfWarp;
+        const int first_local = warp * kRowsAWarp + lane / kHalfWarp;
+        const int64 first_row = place.first_row + first_local, column = first_column + half_lane * kUnit;
+        // Lane l holds the weight of row 16w + l % 16.
+        const int own_local = warp * kRowsAWarp + half_lane;
+        float own_weight = 0.0f;
+        if (own_local < place.valid) {
+            own_weight = p.weights == nullptr ? 1.0f : __ldg(p.weights + place.first_row + own_local);
+        }
+        // Rows 16w and on belong to warp w.
+        uint32* codes_at = &shared.codes[0][first_local * kRowWords + ((half_lane * 2) ^ (4 * warp))];
+        uint8* out = p.row + first_row * p.row_stride + column;
+        BackwardReader<Saved> reader(p, first_row, column);
         BackwardUnit<Saved> next;
-        load_backward_unit<Saved>(p, place.first_row + first_local, column, first_local < place.valid, next);
+        reader.load(p, first_local < place.valid, next);
 #pragma unroll 2
         for (int step = 0; step < kRowsAWarp / 2; ++step) {
             const int local = first_local + 2 * step;
-            const int64 row = place.first_row + local;
             const BackwardUnit<Saved> unit = next;
-            if (step + 1 < kRowsAWarp / 2) {
-                load_backward_unit<Saved>(p, row + 2, column, local + 2 < place.valid, next);
-            }
-            const Floats8 gate = Saved::decode(unit.gate, ue8m0_scale_bits(unit.gate_scale));
-            const Floats8 up = Saved::decode(unit.up, ue8m0_scale_bits(unit.up_scale));
+            reader.advance(p);
+            reader.load(p, step + 1 < kRowsAWarp / 2 && local + 2 < place.valid, next);
+            const float weight = __shfl_sync(kAllLanes, own_weight, 2 * step + lane / kHalfWarp);
+            Floats8 gate, up;
+            Saved::decode_two(unit.gate, unit.gate_scale, gate, unit.up, unit.up_scale, up);
             const Floats8 dh = Bf16Rows::decode(unit.dh, 0);
             Floats8 values[kTensors];
             float sum = 0.0f;
@@ -206,78 +223,90 @@ __global__ void __launch_bounds__(kThreads, 3) swiglu_backward(const swiglu_back
             for (int i = 0; i < kUnit; ++i) {
                 ActivationGradients gradients;
                 gradients.weight_sum = sum;
-                activation_backward<Activation>(float_at(gate, i), float_at(up, i), float_at(dh, i), unit.weight, scalars,
+                activation_backward<Activation>(float_at(gate, i), float_at(up, i), float_at(dh, i), weight, scalars,
                                                 gradients);
                 sum = gradients.weight_sum;
                 values[kGateValues].word[i] = bits_of(gradients.gate);
                 values[kUpValues].word[i] = bits_of(gradients.up);
                 values[kHValues].word[i] = bits_of(gradients.h);
             }
-            uint32 fields = fp8_field(amax_of(values[kGateValues])) | fp8_field(amax_of(values[kUpValues])) << 16;
-            uint32 h_field = fp8_field(amax_of(values[kHValues]));
+            shared.weight_sum[local][half_lane] = sum;
+            // Of gate and up the upper 16 bits, which is all that matters, in one word.
+            uint32 gate_up = permute_bytes(amax_of(values[kGateValues]) + kFp8ScaleRounding,
+                                           amax_of(values[kUpValues]) + kFp8ScaleRounding, 0x7632);
+            uint32 h = amax_of(values[kHValues]) + kFp8ScaleRounding;
 #pragma unroll
-            for (int distance = 1; distance < kHalf; distance *= 2) {
-                fields = larger_u16x2(fields, __shfl_xor_sync(kAllLanes, fields, distance));
-                h_field = larger(h_field, __shfl_xor_sync(kAllLanes, h_field, distance));
-                sum += __shfl_xor_sync(kAllLanes, sum, distance);
+            for (int distance = 1; distance < kHalfWarp; distance *= 2) {
+                gate_up = larger_u16x2(gate_up, __shfl_xor_sync(kAllLanes, gate_up, distance));
+                h = larger(h, __shfl_xor_sync(kAllLanes, h, distance));
             }
-            const uint32 field[kTensors] = {fields & 0xFFFF, fields >> 16, h_field};
-            uint32 scale[kTensors], codes[kTensors][2];
+            uint32 field[kTensors] = {gate_up << 16, gate_up, h}, codes[kTensors][2];
 #pragma unroll
             for (int i = 0; i < kTensors; ++i) {
-                scale[i] = fp8_scale_of_field(field[i], lowest);
-                encode_e4m3x8_or_nan(values[i], field[i], scale[i], codes[i]);
-                uint32* to = &shared.codes[i][local * kRowWords + place_in_row];
+                const float inverse = settle_activation_field(field[i], lowest);
+                encode_e4m3x8(values[i], inverse, codes[i]);
+                uint32* to = codes_at + i * (kTileRows * kRowWords) + step * (2 * kRowWords);
                 *reinterpret_cast<uint2*>(to) = make_uint2(codes[i][0], codes[i][1]);
             }
             if (half_lane == 0) {
-                shared.row_scale[local] = scale[kGateValues] | scale[kUpValues] << 8 | scale[kHValues] << 16;
+                shared.field[local] = make_uint2(permute_bytes(field[kGateValues], field[kUpValues], 0x7632), field[kHValues]);
             }
             if (local < stored_rows) {
-                uint8* out = p.row + row * p.row_stride + column;
                 store_words(out, codes[kGateValues]);
                 store_words(out + p.width, codes[kUpValues]);
-                if (half_lane < 2) {
-                    const int64 group = (first_column + half_lane * p.width) / kFp8Group;
-                    char* address = p.row_scales + row * p.row_scales_stride + group * p.row_scales_group_stride;
-                    *reinterpret_cast<uint32*>(address) = ue8m0_scale_bits(half_lane == 0 ? scale[kGateValues] : scale[kUpValues]);
-                } else if (half_lane == 2) {
-                    p.partial[first_column / kTileColumns * p.rows + row] = sum;
-                }
             }
+            out += 2 * p.row_stride;
         }
     }
     __syncthreads();
 
-    // ---- the tile's scales, and each row's shift ----
+    // ---- scales: the rows', the tile's, and each row's shift ----
     {
-        uint32 low = 0, high = 0;  // 16-bit pairs: tensors 0 and 2, tensor 1
+        uint2 largest = make_uint2(0, 0);
 #pragma unroll
         for (int i = 0; i < kTileRows / kLanes; ++i) {
-            const uint32 scales = shared.row_scale[lane + i * kLanes];
-            low = larger_u16x2(low, scales & 0x00FF00FFu);
-            high = larger(high, (scales >> 8) & 0xFF);
+            const uint2 fields = shared.field[lane + i * kLanes];
+            largest = make_uint2(larger_u16x2(largest.x, fields.x), larger(largest.y, fields.y));
         }
 #pragma unroll
         for (int distance = 1; distance < kLanes; distance *= 2) {
-            low = larger_u16x2(low, __shfl_xor_sync(kAllLanes, low, distance));
-            high = larger(high, __shfl_xor_sync(kAllLanes, high, distance));
+            largest.x = larger_u16x2(largest.x, __shfl_xor_sync(kAllLanes, largest.x, distance));
+            largest.y = larger(largest.y, __shfl_xor_sync(kAllLanes, largest.y, distance));
         }
-        const uint32 largest[kTensors] = {low & 0xFFFF, high, low >> 16};
+        const uint32 tile_field[kTensors] = {(largest.x & 0xFFFF) >> 7, largest.x >> 23, largest.y >> 23};
         if (threadIdx.x < kTileRows) {
-            const uint32 scales = shared.row_scale[threadIdx.x];
+            const int local = threadIdx.x;
+            const uint2 fields = shared.field[local];
+            const uint32 field[kTensors] = {(fields.x & 0xFFFF) >> 7, fields.x >> 23, fields.y >> 23};
 #pragma unroll
             for (int i = 0; i < kTensors; ++i) {
-                const uint32 shift = largest[i] - ((scales >> (8 * i)) & 0xFF);
-                shared.factor[i][threadIdx.x] = static_cast<uint16>(fp16_power(shift));
+                shared.factor[i][local] = static_cast<uint16>(fp16_power(tile_field[i] - field[i]));
+            }
+            if (local < stored_rows) {
+                const int64 group = first_column / kFp8Group;
+                char* gate = p.row_scales + (place.first_row + local) * p.row_scales_stride + group * p.row_scales_group_stride;
+                char* up = gate + p.width / kFp8Group * p.row_scales_group_stride;
+                *reinterpret_cast<uint32*>(gate) = ue8m0_scale_bits(field[kGateValues] - kFieldOfByte0);
+                *reinterpret_cast<uint32*>(up) = ue8m0_scale_bits(field[kUpValues] - kFieldOfByte0);
             }
         } else {
-            const int64 column = first_column + threadIdx.x - kTileRows;
+            const int local = threadIdx.x - kTileRows;
+            const int64 column = first_column + local;
             char* gate = p.col_scales + column * p.col_scales_stride + tile * p.col_scales_tile_stride;
-            *reinterpret_cast<uint32*>(gate) = ue8m0_scale_bits(largest[kGateValues]);
-            *reinterpret_cast<uint32*>(gate + p.width * p.col_scales_stride) = ue8m0_scale_bits(largest[kUpValues]);
+            *reinterpret_cast<uint32*>(gate) = ue8m0_scale_bits(tile_field[kGateValues] - kFieldOfByte0);
+            *reinterpret_cast<uint32*>(gate + p.width * p.col_scales_stride) =
+                ue8m0_scale_bits(tile_field[kUpValues] - kFieldOfByte0);
             char* h = p.h_col_scales + column * p.h_col_scales_stride + tile * p.h_col_scales_tile_stride;
-            *reinterpret_cast<uint32*>(h) = ue8m0_scale_bits(largest[kHValues]);
+            *reinterpret_cast<uint32*>(h) = ue8m0_scale_bits(tile_field[kHValues] - kFieldOfByte0);
+            if (local < stored_rows) {
+                float sum = 0.0f;
+#pragma unroll
+                for (int i = 0; i < kHalfWarp; ++i) {
+                    // Each thread starts elsewhere, so that a warp's threads read different banks.
+                    sum += shared.weight_sum[local][(i + local / 2) % kHalfWarp];
+                }
+                p.partial[first_column / kTileColumns * p.rows + place.first_row + local] = sum;
+            }
         }
     }
     __syncthreads();
@@ -295,16 +324,19 @@ __global__ void __launch_bounds__(kThreads, 3) swiglu_backward(const swiglu_back
         uint32 out[4][4];  // [column][four rows]
 #pragma unroll
         for (int quad = 0; quad < 4; ++quad) {
-            uint32 rows[4], columns[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                rows[i] = codes[(4 * quad + i) * kRowWords];
-            }
-            transpose_bytes(rows, columns);
-            const uint32 factor01 = factors[2 * quad], factor23 = factors[2 * quad + 1];
+            for (int pair = 0; pair < 2; ++pair) {
+                const uint32* two_rows = codes + (4 * quad + 2 * pair) * kRowWords;
+                // Columns 0 and 1, and 2 and 3, of both rows.
+                const uint32 pairs01 = permute_bytes(two_rows[0], two_rows[kRowWords], 0x5140);
+                const uint32 pairs23 = permute_bytes(two_rows[0], two_rows[kRowWords], 0x7362);
+                const uint32 factor = factors[2 * quad + pair];
+                const uint32 scaled[4] = {scale_e4m3x2(pairs01, factor), scale_e4m3x2(pairs01 >> 16, factor),
+                                          scale_e4m3x2(pairs23, factor), scale_e4m3x2(pairs23 >> 16, factor)};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                out[i][quad] = scale_e4m3x4(columns[i], factor01, factor23);
+                for (int i = 0; i < 4; ++i) {
+                    out[i][quad] = pair == 0 ? scaled[i] : out[i][quad] | scaled[i] << 16;
+                }
             }
         }
         uint8* base = tensor == kHValues ? p.h_col + place.padded_start * p.width : p.col + place.padded_start * p.width * 2;
