@@ -47,13 +47,12 @@ template <int kBytes>
 __global__ void __launch_bounds__(kThreads, 5) gather_rows(const gather_rows_params p) {
     using Unit = typename GatherUnit<kBytes>::Type;
     const uint32 row_units = static_cast<uint32>(p.row_units);
-    // The place of the warp's first unit, and how far the next one of its tiles is.
-    const int64 first = (static_cast<int64>(blockIdx.x) * kThreads + (threadIdx.x & ~(kLanes - 1))) * kGatherSteps;
-    const int64 stride = static_cast<int64>(gridDim.x) * kThreads * kGatherSteps;
+    // The place of the warp's first unit, and how far the next one of its tiles is; a grid has less than 2^32 units.
+    const uint32 first = (blockIdx.x * kThreads + (threadIdx.x & ~(kLanes - 1))) * kGatherSteps;
+    const uint32 stride = gridDim.x * kThreads * kGatherSteps;
     int64 row = first / row_units;
-    uint32 column = static_cast<uint32>(first % row_units);
-    const int64 stride_rows = stride / row_units;
-    const uint32 stride_columns = static_cast<uint32>(stride % row_units);
+    uint32 column = first % row_units;
+    const uint32 stride_rows = stride / row_units, stride_columns = stride % row_units;
     while (row < p.rows) {
         Unit unit[kGatherSteps];
         int64 to[kGatherSteps];  // output offset, -1: past the end
