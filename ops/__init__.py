@@ -4,6 +4,7 @@
 
     conversions   the calls: checks, outputs, then the reference or a kernel
     fused         calls that fuse an activation, a gather or a sum with conversions
+    routing       which token goes where, and back
     kernels       what each CUDA kernel is launched with
     backends      which way of compiling them is in use: `builder` (nvcc) or `nvrtc` (CuPy)
     cache         where compiled kernels are kept, safely for many processes and nodes
@@ -24,6 +25,14 @@ from ds_fp4.ops.conversions import (
     fp8_row_to_fp8_col,
 )
 from ds_fp4.ops.fused import combine_rows, gather_rows, swiglu_backward, swiglu_forward
+from ds_fp4.ops.routing import (
+    gather_gradients,
+    pack_routing,
+    plan_receive,
+    plan_send,
+    return_gradients,
+    routing_bytes,
+)
 
 __all__ = [
     "bf16_to_fp4_row",
@@ -36,8 +45,14 @@ __all__ = [
     "fp8_row_to_bf16",
     "fp8_row_to_fp4_row",
     "fp8_row_to_fp8_col",
+    "gather_gradients",
     "gather_rows",
     "load_kernels",
+    "pack_routing",
+    "plan_receive",
+    "plan_send",
+    "return_gradients",
+    "routing_bytes",
     "swiglu_backward",
     "swiglu_forward",
 ]

@@ -224,7 +224,7 @@ def gather_rows(
 @functools.wraps(reference.combine_rows)
 def combine_rows(
     rows: torch.Tensor | Pair,
-    offsets: torch.Tensor,
+    offsets: torch.Tensor | None,
     indices: torch.Tensor,
     weights: torch.Tensor | None = None,
     *,
@@ -242,7 +242,7 @@ def combine_rows(
     out = row_calls.prepare_combine_rows(
         rows, offsets, indices, weights, row_format, out_format, scale_rounding, out
     )
-    count = offsets.shape[0] - 1
+    count = indices.shape[0] if offsets is None else offsets.shape[0] - 1
     if count == 0:
         return out
     input_rows, width, _ = layout.check_rows("rows", rows, row_format)
@@ -253,7 +253,8 @@ def combine_rows(
         "width": width,
         "chunks_a_row": chunks_a_row,
         "input_rows": input_rows,
-        "offsets": offsets.data_ptr(),
+        "offsets": _pointer(offsets),
+        "list_entries": indices.shape[1] if offsets is None else 0,
         "indices": indices.data_ptr(),
         "weights": _pointer(weights),
         "x": data.data_ptr(),

@@ -99,11 +99,51 @@ _FUSED_KERNELS = (
     Kernel(
         "combine_rows",
         (
-            "rows", "width", "chunks_a_row", "input_rows", "offsets", "indices", "weights", "x", "x_stride", "x_scales",
+            "rows", "width", "chunks_a_row", "input_rows", "offsets", "list_entries", "indices", "weights", "x", "x_stride", "x_scales",
             "x_scales_stride", "x_scale_bytes", "out", "out_stride", "out_scales", "out_scales_stride",
             "out_scale_bytes", "rounding",
         ),
         tuple(f"{a}, {b}, {v}" for a in _STORED_ROWS for b in _STORED_ROWS for v in ("true", "false")),
+    ),
+)  # fmt: skip
+
+_SEND_IDS = ("SendIds4", "SendIds8")
+
+_ROUTING_KERNELS = (
+    Kernel(
+        "route_count",
+        ("rows", "k", "ids", "ids_stride", "local_experts", "experts", "counts_a_block", "counts"),
+        (*_SEND_IDS, "ReceivedIds"),
+    ),
+    Kernel(
+        "route_send",
+        (
+            "rows", "k", "ids", "ids_stride", "local_experts", "ranks", "counts", "tokens", "most_records", "records",
+            "table",
+        ),
+        _SEND_IDS,
+    ),
+    Kernel(
+        "route_receive",
+        (
+            "rows", "k", "ids", "weights", "stride", "local_experts", "counts", "padded_rows", "order", "row_weights",
+            "m_indices", "group_sizes", "padded_offsets", "places",
+        ),
+        ("128",),
+    ),
+    Kernel(
+        "pack_routing",
+        (
+            "rows", "k", "ids", "ids_stride", "scores", "scores_stride", "local_experts", "tokens", "records",
+            "weights_out", "ids_out", "out_stride",
+        ),
+        _SEND_IDS,
+    ),
+    Kernel("gather_gradients", ("rows", "k", "gradients", "places", "out", "out_stride"), ("1",)),
+    Kernel(
+        "return_gradients",
+        ("rows", "k", "ids", "ids_stride", "local_experts", "records", "gradients", "gradients_stride", "out"),
+        _SEND_IDS,
     ),
 )  # fmt: skip
 
@@ -117,6 +157,7 @@ KERNELS: Mapping[str, Kernel] = {
         _row_kernel("bf16_to_fp8_row", "x", "x_stride", "q", "q_stride", "scales", "scales_stride", "scale_bytes"),
         _row_kernel("fp8_row_to_bf16", "q", "q_stride", "scales", "scales_stride", "scale_bytes", "out", "out_stride"),
         *_FUSED_KERNELS,
+        *_ROUTING_KERNELS,
     )
 }
 

@@ -11,14 +11,32 @@ Conversions here are those of `ds_fp4.formats`; these modules say how they are p
 """
 
 from .activation import ACTIVATIONS, SwigluBackward, SwigluForward, swiglu_backward, swiglu_forward
+from .routing import (
+    ReceivePlan,
+    SendPlan,
+    gather_gradients,
+    pack_routing,
+    plan_receive,
+    plan_send,
+    return_gradients,
+    routing_bytes,
+)
 from .rows import combine_rows, gather_rows
 
 __all__ = [
     "ACTIVATIONS",
+    "ReceivePlan",
+    "SendPlan",
     "SwigluBackward",
     "SwigluForward",
     "combine_rows",
+    "gather_gradients",
     "gather_rows",
+    "pack_routing",
+    "plan_receive",
+    "plan_send",
+    "return_gradients",
+    "routing_bytes",
     "swiglu_backward",
     "swiglu_forward",
 ]

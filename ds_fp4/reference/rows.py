@@ -55,7 +55,7 @@ def gather_rows(
 
 def prepare_combine_rows(
     rows: torch.Tensor | Pair,
-    offsets: torch.Tensor,
+    offsets: torch.Tensor | None,
     indices: torch.Tensor,
     weights: torch.Tensor | None,
     row_format: str,
@@ -70,21 +70,29 @@ def prepare_combine_rows(
     input_rows, k, device = check_rows("rows", rows, row_format)
     if out_format == "mxfp4":
         checks.check_width("rows", k, MXFP4_BLOCK)
-    checks.check_tensor("offsets", offsets, (torch.int32,), device, 1)
-    if offsets.shape[0] == 0:
-        raise ValueError("offsets must have one entry more than there are output rows, got none")
-    checks.check_tensor("indices", indices, (torch.int32,), device, 1)
+    checks.check_tensor("indices", indices, (torch.int32,), device, 2 if offsets is None else 1)
+    if not indices.is_contiguous():
+        raise ValueError(f"indices must be contiguous, got strides {tuple(indices.stride())}")
     if weights is not None:
-        checks.check_tensor("weights", weights, (torch.float32,), device, 1)
+        checks.check_tensor("weights", weights, (torch.float32,), device, indices.dim())
         checks.check_shape("weights", weights, tuple(indices.shape))
+        if not weights.is_contiguous():
+            raise ValueError(f"weights must be contiguous, got strides {tuple(weights.stride())}")
     if device.type == "cpu":
-        checks.check_index(indices, input_rows, device)
+        checks.check_index(indices.flatten(), input_rows, device)
+    if offsets is None:
+        count = indices.shape[0]
+    else:
+        checks.check_tensor("offsets", offsets, (torch.int32,), device, 1)
+        count = offsets.shape[0] - 1
+        if count < 0:
+            raise ValueError("offsets must have one entry more than there are output rows, got none")
+    if offsets is not None and device.type == "cpu":
         steps = offsets.diff()
         if int(offsets[0]) < 0 or int(offsets[-1]) > indices.shape[0] or bool((steps < 0).any()):
             raise ValueError(
                 f"offsets must not decrease and lie within the {indices.shape[0]} indices, got {offsets.tolist()}"
             )
-    count = offsets.shape[0] - 1
     if out is None:
         return new_rows(count, k, out_format, device)
     check_out_rows("out", out, count, k, out_format, device)
@@ -94,7 +102,7 @@ def prepare_combine_rows(
 @torch.no_grad()
 def combine_rows(
     rows: torch.Tensor | Pair,
-    offsets: torch.Tensor,
+    offsets: torch.Tensor | None,
     indices: torch.Tensor,
     weights: torch.Tensor | None = None,
     *,
@@ -112,8 +120,9 @@ def combine_rows(
 
     Args:
         rows: BF16 [M, K], MXFP4 (packed, scales) or FP8 (q, scales); inner stride 1, any row stride.
-        offsets: int32 [T + 1], not decreasing. indices: int32 [n], n at least offsets[T].
-        weights: FP32 [n]; None for 1.
+        offsets: int32 [T + 1], not decreasing; None for lists of one length, which then end in -1 where they are shorter.
+        indices: int32 [n], n at least offsets[T]; [T, length] without offsets.
+        weights: FP32, of the shape of indices; None for 1.
         row_format, out_format: "bf16", "mxfp4" or "fp8".
         scale_rounding: of MXFP4 output.
         out: what to write to and return: BF16 [T, K], or the pair with any row strides (parts of records); scales of FP8
@@ -126,6 +135,10 @@ def combine_rows(
         ValueError: on a wrong shape, dtype, device, stride, choice or (host tensors) index or offset.
     """
     out = prepare_combine_rows(rows, offsets, indices, weights, row_format, out_format, scale_rounding, out)
+    if offsets is None:
+        count, length = indices.shape
+        offsets = torch.arange(count + 1, device=indices.device) * length
+        indices, weights = indices.flatten(), None if weights is None else weights.flatten()
     count = offsets.shape[0] - 1
     decode = {
         "bf16": lambda index: rows.index_select(0, index).to(torch.float32),

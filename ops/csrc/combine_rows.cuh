@@ -18,7 +18,8 @@ struct combine_rows_params {
     int64 width;         // values a row
     int64 chunks_a_row;  // ceil(width / kChunkValues)
     int64 input_rows;    // rows that `indices` may name
-    const int* offsets;  // [rows + 1]
+    const int* offsets;  // [rows + 1]; null: every list has `list_entries`
+    int64 list_entries;
     const int* indices;
     const float* weights;  // one a list entry; null: 1
     const char* x;
@@ -136,9 +137,13 @@ __global__ void __launch_bounds__(kThreads, (kCombineBlocks<In, kVector>)) combi
                 sum[step].word[i] = 0;
             }
         }
-        const int end = __ldg(p.offsets + row + 1);
-        for (int first = __ldg(p.offsets + row); first < end; first += kLanes) {
-            const int entries = min(end - first, kLanes);
+        int64 first = row * p.list_entries, end = first + p.list_entries;
+        if (p.offsets != nullptr) {
+            first = __ldg(p.offsets + row);
+            end = __ldg(p.offsets + row + 1);
+        }
+        for (; first < end; first += kLanes) {
+            int entries = static_cast<int>(min(end - first, static_cast<int64>(kLanes)));
             int own_row = -1;
             float own_weight = 0.0f;
             if (lane < entries) {
@@ -150,6 +155,8 @@ __global__ void __launch_bounds__(kThreads, (kCombineBlocks<In, kVector>)) combi
                     own_weight = __ldg(p.weights + first + lane);
                 }
             }
+            // A list may end in entries of -1.
+            entries = kLanes - __clz(static_cast<int>(__ballot_sync(kAllLanes, own_row >= 0)));
 #pragma unroll 1
             for (int entry = 0; entry < entries; entry += kRowsInFlight) {
                 CombineUnit<In> unit[kRowsInFlight][kChunkSteps];

@@ -1,13 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Every instantiation of the kernels that fuse an activation, a gather or a sum with conversions. A file of its own, so that
-// it compiles beside kernels.cu.
+// Every instantiation of the kernels that fuse an activation, a gather or a sum with conversions, and of those that plan the
+// routing. A file of its own, so that it compiles beside kernels.cu.
 #include <cuda_runtime.h>
 
 #include "combine_rows.cuh"
+#include "gather_gradients.cuh"
 #include "gather_rows.cuh"
 #include "kernels.h"
+#include "pack_routing.cuh"
+#include "return_gradients.cuh"
+#include "route_count.cuh"
+#include "route_receive.cuh"
+#include "route_send.cuh"
 #include "sum_partials.cuh"
 #include "swiglu_backward.cuh"
 #include "swiglu_forward.cuh"
@@ -45,6 +51,17 @@ std::vector<KernelEntry> fused_kernel_table() {
         DS_FP4_COMBINE(Bf16Rows),
         DS_FP4_COMBINE(Mxfp4Rows),
         DS_FP4_COMBINE(Fp8Rows),
+        DS_FP4_ENTRY(route_count<SendIds4>),
+        DS_FP4_ENTRY(route_count<SendIds8>),
+        DS_FP4_ENTRY(route_count<ReceivedIds>),
+        DS_FP4_ENTRY(route_send<SendIds4>),
+        DS_FP4_ENTRY(route_send<SendIds8>),
+        DS_FP4_ENTRY(route_receive<128>),
+        DS_FP4_ENTRY(pack_routing<SendIds4>),
+        DS_FP4_ENTRY(pack_routing<SendIds8>),
+        DS_FP4_ENTRY(gather_gradients<1>),
+        DS_FP4_ENTRY(return_gradients<SendIds4>),
+        DS_FP4_ENTRY(return_gradients<SendIds8>),
     };
 }
 

@@ -8,7 +8,13 @@
 #include <unordered_map>
 
 #include "combine_rows.cuh"
+#include "gather_gradients.cuh"
 #include "gather_rows.cuh"
+#include "pack_routing.cuh"
+#include "return_gradients.cuh"
+#include "route_count.cuh"
+#include "route_receive.cuh"
+#include "route_send.cuh"
 #include "sum_partials.cuh"
 #include "swiglu_backward.cuh"
 #include "swiglu_forward.cuh"
@@ -57,6 +63,17 @@ const std::unordered_map<std::string, Launch> kLaunches = {
     COMBINE(Mxfp4Rows, Fp8Rows),
     COMBINE(Fp8Rows, Bf16Rows),
     COMBINE(Fp8Rows, Mxfp4Rows),
+    ENTRY(route_count<SendIds4>),
+    ENTRY(route_count<SendIds8>),
+    ENTRY(route_count<ReceivedIds>),
+    ENTRY(route_send<SendIds4>),
+    ENTRY(route_send<SendIds8>),
+    ENTRY(route_receive<128>),
+    ENTRY(pack_routing<SendIds4>),
+    ENTRY(pack_routing<SendIds8>),
+    ENTRY(gather_gradients<1>),
+    ENTRY(return_gradients<SendIds4>),
+    ENTRY(return_gradients<SendIds8>),
 };
 
 }  // namespace

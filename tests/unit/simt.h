@@ -21,6 +21,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __shared__ static  // one block at a time
 #define DS_FP4_DEVICE inline
 
 struct uint2 {
@@ -193,11 +194,29 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
     return votes;
 }
 
+inline unsigned __match_any_sync(unsigned, unsigned value) {
+    unsigned peers = 0;
+    const unsigned warp = simt::current / simt::kWarp, lane = simt::current % simt::kWarp;
+    simt::slots[warp][lane] = value;
+    simt::meet(simt::warps[warp]);
+    for (int i = 0; i < simt::kWarp; ++i) {
+        peers |= static_cast<unsigned>(simt::slots[warp][i] == value) << i;
+    }
+    simt::meet(simt::warps[warp]);
+    return peers;
+}
+inline unsigned atomicAdd(unsigned* address, unsigned value) {
+    const unsigned before = *address;
+    *address += value;
+    return before;
+}
+
 template <typename T>
 T __ldg(const T* address) {
     return *address;
 }
 inline int __ffs(int value) { return __builtin_ffs(value); }
+inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(static_cast<unsigned>(value)); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 template <typename T>
 T min(T a, T b) {

@@ -12,9 +12,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
-from ds_fp4.ops import fused, kernels
+from ds_fp4.ops import fused, kernels, routing
 from tests import fused_checks as checks
+from tests.routing_checks import check_exchange
 
 HOST_SOURCE = Path(__file__).parent / "fused_kernels_host.cpp"
 FAILURES = {1: "trap", 2: "deadlock: a thread left, or waits elsewhere", 3: "no such kernel"}
@@ -39,10 +41,11 @@ def kernels_on_the_host(library, monkeypatch):
         if failure:
             raise RuntimeError(f"{name}: {FAILURES[failure]}")
 
-    monkeypatch.setattr(fused, "launch", launch)
-    monkeypatch.setattr(fused, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(fused, "BLOCKS_PER_MULTIPROCESSOR", 2)
-    monkeypatch.setattr(fused, "_on_gpu", lambda t: True)
+    for module in (fused, routing):
+        monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
+        monkeypatch.setattr(module, "BLOCKS_PER_MULTIPROCESSOR", 2)
+        monkeypatch.setattr(module, "_on_gpu", lambda t: True)
 
 
 @pytest.mark.parametrize("save", ["mxfp4", "fp8", None])
@@ -130,3 +133,15 @@ def test_combine_rows_empty():
 @pytest.mark.parametrize("row_bytes, stride", [(16, 0), (48, 64), (3824, 3840), (100, 0), (36, 40), (7, 9), (1, 3)])
 def test_gather_rows(row_bytes, stride):
     checks.check_gather_rows("cpu", 50, row_bytes, 67, stride=stride)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "skewed", "one_rank", "dropped"])
+@pytest.mark.parametrize("ranks, local_experts, k", [(1, 8, 8), (2, 4, 1), (4, 8, 8), (3, 40, 5), (2, 40, 32)])
+def test_routing(kind, ranks, local_experts, k):
+    check_exchange("cpu", kind, [33 + 30 * r for r in range(ranks)], k, local_experts)
+
+
+@pytest.mark.parametrize("tokens", [[0, 30], [0, 0], [300, 1, 0]], ids=str)
+def test_routing_many_blocks(tokens, monkeypatch):
+    monkeypatch.setattr(routing, "_ROWS_A_BLOCK", 8)
+    check_exchange("cpu", "uniform", tokens, 2, 4, dtype=torch.int32)
