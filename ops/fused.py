@@ -239,9 +239,7 @@ def combine_rows(
             rows, offsets, indices, weights, row_format=row_format, out_format=out_format,
             scale_rounding=scale_rounding, out=out,
         )  # fmt: skip
-    out = row_calls.prepare_combine_rows(
-        rows, offsets, indices, weights, row_format, out_format, scale_rounding, out
-    )
+    out = row_calls.prepare_combine_rows(rows, offsets, indices, weights, row_format, out_format, scale_rounding, out)
     count = indices.shape[0] if offsets is None else offsets.shape[0] - 1
     if count == 0:
         return out

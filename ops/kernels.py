@@ -162,7 +162,7 @@ KERNELS: Mapping[str, Kernel] = {
 }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def sources_hash() -> str:
     """Hash of everything in csrc/."""
     digest = hashlib.sha256()
@@ -173,7 +173,7 @@ def sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -79,7 +79,9 @@ def assert_nearly_same(
     gap = (got - expected).abs()
     scale = torch.maximum(got_scale, expected_scale)
     step = torch.maximum(torch.maximum(got.abs(), expected.abs()) / 8, scale * 2.0**-9)
-    assert bool((gap <= step * 1.0001).all()), f"{name}: {int((gap > step * 1.0001).sum())} values more than a step apart"
+    assert bool((gap <= step * 1.0001).all()), (
+        f"{name}: {int((gap > step * 1.0001).sum())} values more than a step apart"
+    )
     count = int((gap > 0).sum())
     allowed = max(ALLOWED_FRACTION * gap.numel(), ALLOWED_ELEMENTS)
     assert count <= allowed, f"{name}: {count} of {gap.numel()} values differ, {allowed:.0f} may"
@@ -115,7 +117,9 @@ def padded_rows_of(sizes: list[int]) -> int:
 def real_rows(sizes: list[int]) -> torch.Tensor:
     """bool [P]: which padded rows are not padding."""
     padded = formats.padded_sizes(sizes)
-    return torch.cat([torch.arange(p) < m for p, m in zip(padded, sizes, strict=True)] or [torch.zeros(0, dtype=torch.bool)])
+    return torch.cat(
+        [torch.arange(p) < m for p, m in zip(padded, sizes, strict=True)] or [torch.zeros(0, dtype=torch.bool)]
+    )
 
 
 def check_swiglu_forward(
@@ -147,13 +151,17 @@ def check_swiglu_forward(
         _, saved = strategies.in_records(*[poisoned(t) for t in out.saved])
         out = out._replace(saved=tuple(saved))
     out = reference.SwigluForward(
-        poisoned(out.q), poisoned(out.scales), out.saved if records or save is None else tuple(poisoned(t) for t in out.saved)
+        poisoned(out.q),
+        poisoned(out.scales),
+        out.saved if records or save is None else tuple(poisoned(t) for t in out.saved),
     )
     got = to_host(ops.swiglu_forward(gate_up.to(device), device_weights, out=out, **options))
     if save is not None:
         assert_same_parts("saved", got.saved, expected.saved)
     assert expected.scales.stride() == out.scales.stride() or rows <= 1
-    assert_nearly_same("h", *_interleave(fp8_rows_value(got.q, got.scales), fp8_rows_value(expected.q, expected.scales)))
+    assert_nearly_same(
+        "h", *_interleave(fp8_rows_value(got.q, got.scales), fp8_rows_value(expected.q, expected.scales))
+    )
     again = to_host(ops.swiglu_forward(gate_up.to(device), device_weights, **options))
     assert_same("h again", again.q, got.q)
     assert_same("h scales again", again.scales, got.scales)

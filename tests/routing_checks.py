@@ -8,7 +8,9 @@ from ds_fp4 import formats, ops
 from tests.fused_checks import POISON, assert_same
 
 
-def random_ids(kind: str, tokens: int, k: int, experts: int, seed: int = 0, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+def random_ids(
+    kind: str, tokens: int, k: int, experts: int, seed: int = 0, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
     """[T, k] distinct experts a token: "uniform"; "skewed" (100:1); "one_rank" (the first experts only); "dropped" (some -1)."""
     g = torch.Generator().manual_seed(seed)
     if tokens == 0:
@@ -24,7 +26,9 @@ def random_ids(kind: str, tokens: int, k: int, experts: int, seed: int = 0, dtyp
     return ids.to(dtype)
 
 
-def naive_send(ids: list[list[int]], ranks: int, local_experts: int) -> tuple[list[int], list[list[int]], list[list[int]]]:
+def naive_send(
+    ids: list[list[int]], ranks: int, local_experts: int
+) -> tuple[list[int], list[list[int]], list[list[int]]]:
     """tokens, records (without -1) and table."""
     tokens, records, table = [], [[] for _ in ids], [[0] * (local_experts + 1) for _ in range(ranks)]
     place = {}
@@ -69,7 +73,14 @@ def padded_list(rows: list[list], k: int) -> torch.Tensor:
 
 
 def check_exchange(
-    device: str, kind: str, tokens: list[int], k: int, local_experts: int, *, seed: int = 0, dtype: torch.dtype = torch.int64
+    device: str,
+    kind: str,
+    tokens: list[int],
+    k: int,
+    local_experts: int,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.int64,
 ) -> None:
     """One layer's routing between len(tokens) ranks, forward and back, every call against the walk in Python."""
     ranks = len(tokens)

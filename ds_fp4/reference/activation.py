@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ds_fp4 import formats
-from ds_fp4.formats import FP8_GROUP, ColumnLayout, checks, e4m3, ue8m0
+from ds_fp4.formats import FP8_GROUP, ColumnLayout, checks, e4m3
 from ds_fp4.formats import rows as row_pieces
 
 from .layout import (
@@ -113,7 +113,7 @@ def activation_backward(
     s, slope = _sigmoid_and_slope(inner_gate, activation, alpha)
     f = inner_gate * s
     d = d * weight
-    d_gate = (d * factor) * (f * slope * (1.0 - s) + s)
+    d_gate = (d * factor) * (f * (1.0 - s) * slope + s)
     d_up = d * f
     if activation in ("swiglu_clamped", "swiglu_oai"):
         d_gate = d_gate.masked_fill(gate > limit, 0.0)
@@ -167,7 +167,9 @@ def prepare_swiglu_forward(
     check_alignment("out's q", out.q, 8)
     check_scales("out's scales", out.scales, (rows, width // FP8_GROUP), device)
     if (out.saved is None) != (save is None):
-        raise ValueError(f"out's saved must be {'None' if save is None else 'a pair'} for save={save!r}, got {out.saved}")
+        raise ValueError(
+            f"out's saved must be {'None' if save is None else 'a pair'} for save={save!r}, got {out.saved}"
+        )
     if save is not None:
         check_out_rows("out's saved", out.saved, rows, 2 * width, save, device)
         check_alignment("out's saved", out.saved[0], 4 if save == "mxfp4" else 8)

@@ -304,9 +304,7 @@ def _check_gradient_rows(name: str, t: torch.Tensor, rows: int | None, k: int, d
     checks.check_shape(name, t, (t.shape[0] if rows is None else rows, k))
 
 
-def prepare_gather_gradients(
-    gradients: torch.Tensor, places: torch.Tensor, out: torch.Tensor | None
-) -> torch.Tensor:
+def prepare_gather_gradients(gradients: torch.Tensor, places: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Checks the arguments of `gather_gradients`; its output, the one given or a new one."""
     checks.check_tensor("gradients", gradients, (torch.float32,), None, 1)
     checks.check_tensor("places", places, (torch.int32,), gradients.device, 2)

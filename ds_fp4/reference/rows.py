@@ -12,9 +12,7 @@ from .layout import Pair, check_choice, check_out_rows, check_rows, new_rows
 ROW_FORMATS = ("bf16", "mxfp4", "fp8")
 
 
-def prepare_gather_rows(
-    records: torch.Tensor, index: torch.Tensor | None, out: torch.Tensor | None
-) -> torch.Tensor:
+def prepare_gather_rows(records: torch.Tensor, index: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
     """Checks the arguments of `gather_rows`; its output, the one given or a new one."""
     checks.check_tensor("records", records, (torch.uint8,), None, 2)
     rows = checks.check_index(index, records.shape[0], records.device)
@@ -143,7 +141,9 @@ def combine_rows(
     decode = {
         "bf16": lambda index: rows.index_select(0, index).to(torch.float32),
         "mxfp4": lambda index: formats.fp4_row_to_bf16(rows[0][index], rows[1][index], dtype=torch.float32),
-        "fp8": lambda index: formats.fp8_row_to_bf16(rows[0].view(torch.uint8)[index], rows[1][index], dtype=torch.float32),
+        "fp8": lambda index: formats.fp8_row_to_bf16(
+            rows[0].view(torch.uint8)[index], rows[1][index], dtype=torch.float32
+        ),
     }[row_format]
     first = rows if row_format == "bf16" else rows[0]
     k = first.shape[1] * (2 if row_format == "mxfp4" else 1)

@@ -69,11 +69,11 @@ DS_FP4_HD float fused_multiply_add(float a, float b, float c) {
 constexpr float kLog2E = 1.4426950408889634f;
 
 struct Swiglu {
-    static constexpr bool kClamped = false, kUpPlusOne = false;
+    static constexpr bool kClamped = false, kUpPlusOne = false, kUnitSlope = true;
     // -z(g) log2(e): sigmoid(z) = 1 / (1 + 2^exponent).
     DS_FP4_HD static float exponent(float g, float) { return g * -kLog2E; }
-    // f * z'(g)
-    DS_FP4_HD static float times_slope(float f, float, float) { return f; }
+    // z'(g)
+    DS_FP4_HD static float slope(float, float) { return 1.0f; }
 };
 
 struct SwigluClamped : Swiglu {
@@ -81,21 +81,21 @@ struct SwigluClamped : Swiglu {
 };
 
 struct SwigluOai {
-    static constexpr bool kClamped = true, kUpPlusOne = true;
+    static constexpr bool kClamped = true, kUpPlusOne = true, kUnitSlope = false;
     DS_FP4_HD static float exponent(float g, float alpha) { return (g * alpha) * -kLog2E; }
-    DS_FP4_HD static float times_slope(float f, float, float alpha) { return f * alpha; }
+    DS_FP4_HD static float slope(float, float alpha) { return alpha; }
 };
 
 struct GegluTanh {
-    static constexpr bool kClamped = false, kUpPlusOne = false;
+    static constexpr bool kClamped = false, kUpPlusOne = false, kUnitSlope = false;
     static constexpr float kLinear = 1.5957691216057308f;  // 2 sqrt(2/pi)
     static constexpr float kCubic = 0.044715f;
     DS_FP4_HD static float exponent(float g, float) {
         return g * fused_multiply_add(g * g, -kLog2E * kLinear * kCubic, -kLog2E * kLinear);
     }
-    DS_FP4_HD static float times_slope(float f, float g, float) {
-        // Bounded: sigmoid's slope is zero where g^2 overflows, and zero times infinity would be NaN.
-        return f * fused_multiply_add(min_or_nan(g * g, 1e30f), 3 * kLinear * kCubic, kLinear);
+    DS_FP4_HD static float slope(float g, float) {
+        // Bounded: the sigmoid is flat where g^2 overflows, and zero times infinity would be NaN.
+        return fused_multiply_add(min_or_nan(g * g, 1e30f), 3 * kLinear * kCubic, kLinear);
     }
 };
 
@@ -136,7 +136,8 @@ DS_FP4_HD void activation_backward(float gate, float up, float d, float weight, 
     }
     const float sigmoid = reciprocal_approx(1.0f + exp2_approx(A::exponent(gate, p.alpha)));
     const float f = gate * sigmoid;
-    const float f_slope = fused_multiply_add(A::times_slope(f, gate, p.alpha), 1.0f - sigmoid, sigmoid);
+    const float f_slope = A::kUnitSlope ? fused_multiply_add(f, 1.0f - sigmoid, sigmoid)
+                                        : fused_multiply_add(f * (1.0f - sigmoid), A::slope(gate, p.alpha), sigmoid);
     const float h = f * up;
     out.weight_sum = fused_multiply_add(d, h, out.weight_sum);
     out.h = h * weight;

@@ -217,7 +217,9 @@ def test_caller_stream_and_no_synchronization():
         torch.cuda.current_stream().synchronize()
         assert not done.query(), f"{name}: the sleep was too short for this test"
         for first, was in zip(side, before, strict=True):
-            assert torch.equal(first.cpu(), was.view(torch.uint8).flatten()[:64]), f"{name} did not use the current stream"
+            assert torch.equal(first.cpu(), was.view(torch.uint8).flatten()[:64]), (
+                f"{name} did not use the current stream"
+            )
         torch.cuda.synchronize()
         changed = [not torch.equal(checks.bits(t), was) for t, was in zip(outputs, before, strict=True)]
         assert all(changed), f"{name} has not run"
@@ -250,7 +252,10 @@ def test_more_than_2_to_31_elements():
     backward = ops.swiglu_backward(dh, weights, saved, sizes)
     last = slice(padded - 128, padded)
     small = ops.swiglu_backward(
-        dh[last].contiguous(), weights[last].contiguous(), tuple(t[last].contiguous() for t in saved), sizes[1:].contiguous()
+        dh[last].contiguous(),
+        weights[last].contiguous(),
+        tuple(t[last].contiguous() for t in saved),
+        sizes[1:].contiguous(),
     )
     checks.assert_same("row", backward.row[last], small.row)
     checks.assert_same("col", backward.col[-128 * 2 * width :], small.col)

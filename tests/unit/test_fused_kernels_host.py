@@ -114,12 +114,16 @@ def test_combine_rows(row_format, out_format, weighted):
         )
 
 
-@pytest.mark.parametrize("row_format, out_format, k", [("bf16", "fp8", 77), ("fp8", "bf16", 131), ("bf16", "mxfp4", 32)])
+@pytest.mark.parametrize(
+    "row_format, out_format, k", [("bf16", "fp8", 77), ("fp8", "bf16", 131), ("bf16", "mxfp4", 32)]
+)
 def test_combine_rows_widths(row_format, out_format, k):
     checks.check_combine_rows("cpu", 9, 12, k, row_format=row_format, out_format=out_format, longest=70)
 
 
-@pytest.mark.parametrize("row_format, out_format", [("bf16", "mxfp4"), ("mxfp4", "bf16"), ("fp8", "bf16"), ("bf16", "fp8")])
+@pytest.mark.parametrize(
+    "row_format, out_format", [("bf16", "mxfp4"), ("mxfp4", "bf16"), ("fp8", "bf16"), ("bf16", "fp8")]
+)
 @pytest.mark.parametrize("kind", ["bits", "extreme", "subnormal"])
 def test_combine_rows_values(row_format, out_format, kind):
     checks.check_combine_rows("cpu", 40, 60, 512, row_format=row_format, out_format=out_format, kind=kind, poison=5)

@@ -1,0 +1,3 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""What `ds-fp4 bench` measures."""

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""gather_rows and combine_rows in PyTorch against loops over lists."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_fp4 import formats, reference
+from tests import fused_checks as checks
+
+
+def _naive_sum(rows: torch.Tensor, offsets: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None):
+    """FP32 sums one addition after the other."""
+    out = torch.zeros(offsets.shape[0] - 1, rows.shape[1])
+    for t in range(out.shape[0]):
+        for j in range(int(offsets[t]), int(offsets[t + 1])):
+            if indices[j] >= 0:
+                row = rows[int(indices[j])]
+                out[t] = out[t] + (row if weights is None else row * weights[j])
+    return out
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    row_format=st.sampled_from(["bf16", "mxfp4", "fp8"]),
+    out_format=st.sampled_from(["bf16", "mxfp4", "fp8"]),
+    count=st.integers(0, 12),
+    k=st.sampled_from([32, 96, 160]),
+    weighted=st.booleans(),
+    in_records=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_combine_rows(row_format, out_format, count, k, weighted, in_records, seed):
+    rows = checks.random_rows(row_format, 9, k, seed, "student_t", in_records)
+    offsets, indices = checks.random_lists(count, 9, 5, seed)
+    weights = torch.randn(indices.shape[0]) if weighted else None
+    got = reference.combine_rows(rows, offsets, indices, weights, row_format=row_format, out_format=out_format)
+    if row_format == "bf16":
+        values = rows.float()
+    elif row_format == "mxfp4":
+        values = formats.fp4_row_to_bf16(*rows, dtype=torch.float32)
+    else:
+        values = formats.fp8_row_to_bf16(*rows, dtype=torch.float32)
+    total = _naive_sum(values, offsets, indices, weights)
+    if out_format == "bf16":
+        checks.assert_same("sum", got, total.bfloat16())
+    elif out_format == "mxfp4":
+        checks.assert_same_parts("sum", got, formats.bf16_to_fp4_row(total.bfloat16()))
+    else:
+        checks.assert_same_parts("sum", got, formats.bf16_to_fp8_row(total, scale_dtype=torch.uint8))
+
+
+def test_lists_of_one_length():
+    rows = torch.randn(7, 64).bfloat16()
+    lists = torch.tensor([[0, 3, -1], [6, -1, -1], [-1, -1, -1], [1, 1, 2]], dtype=torch.int32)
+    got = reference.combine_rows(rows, None, lists)
+    expected = torch.stack(
+        [rows[[0, 3]].float().sum(0), rows[6].float(), torch.zeros(64), rows[[1, 1, 2]].float().sum(0)]
+    )
+    checks.assert_same("sum", got, expected.bfloat16())
+
+
+@pytest.mark.parametrize("row_bytes, stride", [(16, 0), (100, 112), (7, 9)])
+def test_gather_rows(row_bytes, stride):
+    checks.check_gather_rows("cpu", 20, row_bytes, 33, stride=stride)
+
+
+def test_gather_from_nothing():
+    index = torch.full((3,), -1, dtype=torch.int32)
+    assert reference.gather_rows(torch.zeros(0, 16, dtype=torch.uint8), index).tolist() == [[0] * 16] * 3
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: reference.gather_rows(torch.zeros(3, 16)), "torch.uint8"),
+        (
+            lambda: reference.gather_rows(torch.zeros(3, 16, dtype=torch.uint8), torch.tensor([3], dtype=torch.int32)),
+            "0 to 2",
+        ),
+        (
+            lambda: reference.combine_rows(
+                torch.zeros(3, 32).bfloat16(),
+                torch.tensor([0, 2, 1], dtype=torch.int32),
+                torch.zeros(2, dtype=torch.int32),
+            ),
+            "not decrease",
+        ),
+        (
+            lambda: reference.combine_rows(
+                torch.zeros(3, 40).bfloat16(), None, torch.zeros(2, 1, dtype=torch.int32), out_format="mxfp4"
+            ),
+            "multiple of 32",
+        ),
+        (
+            lambda: reference.combine_rows(
+                torch.zeros(3, 32).bfloat16(), None, torch.zeros(2, 1, dtype=torch.int32), row_format="fp8"
+            ),
+            "pair",
+        ),
+        (
+            lambda: reference.combine_rows(torch.zeros(3, 32).bfloat16(), None, torch.zeros(2, dtype=torch.int32)),
+            "2 dimension",
+        ),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
