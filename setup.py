@@ -18,7 +18,8 @@ if os.environ.get("DS_BUILD_FP4", "0") == "1":
 
 setup(
     packages=[
-        "ds_fp4", "ds_fp4.bench", "ds_fp4.formats", "ds_fp4.reference", "ds_fp4.integrations", "ds_fp4.cli", "ds_fp4.ops", "ds_fp4.ops.csrc"
+        "ds_fp4", "ds_fp4.bench", "ds_fp4.formats", "ds_fp4.reference", "ds_fp4.integrations", "ds_fp4.cli",
+        "ds_fp4.ops", "ds_fp4.ops.csrc"
     ],
     package_dir={
         "ds_fp4": "ds_fp4",

@@ -2,10 +2,10 @@
 # ds_fp4 Team
 """The fused calls: `ds_fp4.reference` for host tensors, CUDA kernels for CUDA tensors.
 
-As in `conversions`, a call on a GPU uses the caller's current stream, waits for nothing and may be captured in a CUDA graph.
-`swiglu_backward` allocates, besides its outputs, FP32 [I/128, R] for the partial sums of the routing weights' gradient.
-gather_rows and combine_rows give the reference's bits. The activations' exp differs by a unit or two in the last place, and with
-it at most one code in ten thousand, by one step; results are the same from run to run.
+As in `conversions`, a call on a GPU uses the caller's current stream, waits for nothing and may be captured in a CUDA
+graph. `swiglu_backward` allocates, besides its outputs, FP32 [I/128, R] for the partial sums of the routing weights'
+gradient. gather_rows and combine_rows give the reference's bits. The activations' exp differs by a unit or two in the
+last place, and with it at most one code in ten thousand, by one step; results are the same from run to run.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 """The CUDA kernels as one table, and the one way to launch them.
 
 What the host must know of a kernel is here and nowhere else: its parameters (a struct of 64-bit fields in
-csrc/<name>.cuh), its instantiations, its grid. The backends (`builder`, `nvrtc`) compile and launch by that name and know
-nothing of any particular kernel.
+csrc/<name>.cuh), its instantiations, its grid. The backends (`builder`, `nvrtc`) compile and launch by that name and
+know nothing of any particular kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 CSRC = Path(__file__).parent / "csrc"
 
@@ -57,6 +57,12 @@ class Kernel:
         return struct.Struct(f"{len(self.params)}q")
 
 
+def _pointers(*names: str) -> Iterator[str]:
+    """Each with its row stride."""
+    for name in names:
+        yield from (name, f"{name}_stride")
+
+
 def _row_kernel(name: str, *params: str) -> Kernel:
     return Kernel(name, (*ROWS, *params))
 
@@ -82,10 +88,10 @@ _FUSED_KERNELS = (
         "swiglu_backward",
         (
             "rows", "width", "group_sizes", "groups", "padded_input", "dh", "dh_stride", "weights", "gate_up",
-            "gate_up_stride", "up_offset", "gate_up_scales", "gate_up_scales_stride", "up_scales_offset", "alpha", "limit",
-            "lowest_scale", "row", "row_stride", "row_scales", "row_scales_stride", "row_scales_group_stride", "col", "col_scales",
-            "col_scales_stride", "col_scales_tile_stride", "h_col", "h_col_scales", "h_col_scales_stride",
-            "h_col_scales_tile_stride", "partial",
+            "gate_up_stride", "up_offset", "gate_up_scales", "gate_up_scales_stride", "up_scales_offset", "alpha",
+            "limit", "lowest_scale", "row", "row_stride", "row_scales", "row_scales_stride",
+            "row_scales_group_stride", "col", "col_scales", "col_scales_stride", "col_scales_tile_stride", "h_col",
+            "h_col_scales", "h_col_scales_stride", "h_col_scales_tile_stride", "partial",
         ),
         tuple(f"{a}, {saved}" for a in _ACTIVATIONS for saved in ("Mxfp4Rows", "Fp8Rows", "Bf16Rows")),
         shared_bytes=59136,  # kSwigluBackwardSharedBytes
@@ -99,9 +105,9 @@ _FUSED_KERNELS = (
     Kernel(
         "combine_rows",
         (
-            "rows", "width", "chunks_a_row", "input_rows", "offsets", "list_entries", "indices", "weights", "x", "x_stride", "x_scales",
-            "x_scales_stride", "x_scale_bytes", "out", "out_stride", "out_scales", "out_scales_stride",
-            "out_scale_bytes", "rounding",
+            "rows", "width", "chunks_a_row", "input_rows", "offsets", "list_entries", "indices", "weights", "x",
+            "x_stride", "x_scales", "x_scales_stride", "x_scale_bytes", "out", "out_stride", "out_scales",
+            "out_scales_stride", "out_scale_bytes", "rounding",
         ),
         tuple(f"{a}, {b}, {v}" for a in _STORED_ROWS for b in _STORED_ROWS for v in ("true", "false")),
     ),
@@ -152,10 +158,10 @@ _ROUTING_KERNELS = (
 KERNELS: Mapping[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
-        _row_kernel("bf16_to_fp4_row", "x", "x_stride", "packed", "packed_stride", "scales", "scales_stride", "rounding"),
-        _row_kernel("fp4_row_to_bf16", "packed", "packed_stride", "scales", "scales_stride", "out", "out_stride"),
-        _row_kernel("bf16_to_fp8_row", "x", "x_stride", "q", "q_stride", "scales", "scales_stride", "scale_bytes"),
-        _row_kernel("fp8_row_to_bf16", "q", "q_stride", "scales", "scales_stride", "scale_bytes", "out", "out_stride"),
+        _row_kernel("bf16_to_fp4_row", *_pointers("x", "packed", "scales"), "rounding"),
+        _row_kernel("fp4_row_to_bf16", *_pointers("packed", "scales", "out")),
+        _row_kernel("bf16_to_fp8_row", *_pointers("x", "q", "scales"), "scale_bytes"),
+        _row_kernel("fp8_row_to_bf16", *_pointers("q", "scales", "out"), "scale_bytes"),
         *_FUSED_KERNELS,
         *_ROUTING_KERNELS,
     )

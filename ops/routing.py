@@ -2,8 +2,8 @@
 # ds_fp4 Team
 """The routing plan: `ds_fp4.reference.routing` for host tensors, CUDA kernels for CUDA tensors, with the same results.
 
-Two kernels plan what is sent, one packs it, two plan what was received. No call waits for a GPU; each may be captured in a CUDA
-graph. Besides its outputs a plan allocates the counts that its two kernels share.
+Two kernels plan what is sent, one packs it, two plan what was received. No call waits for a GPU; each may be captured
+in a CUDA graph. Besides its outputs a plan allocates the counts that its two kernels share.
 """
 
 from __future__ import annotations

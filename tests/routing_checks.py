@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""Checks of the routing plan: each call against a walk over tokens in plain Python, and a whole exchange between ranks."""
+"""Checks of the routing plan: each call against a walk over tokens in plain Python, and a whole exchange between
+ranks."""
 
 import torch
 
@@ -11,7 +12,8 @@ from tests.fused_checks import POISON, assert_same
 def random_ids(
     kind: str, tokens: int, k: int, experts: int, seed: int = 0, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """[T, k] distinct experts a token: "uniform"; "skewed" (100:1); "one_rank" (the first experts only); "dropped" (some -1)."""
+    """[T, k] distinct experts a token: "uniform"; "skewed" (100:1); "one_rank" (the first experts only); "dropped"
+    (some -1)."""
     g = torch.Generator().manual_seed(seed)
     if tokens == 0:
         return torch.zeros(0, k, dtype=dtype)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-# What a case makes: the call, the bytes it must move (each input read once, each output written once), and another way to the
-# same result to compare with, if there is one.
+# What a case makes: the call, the bytes it must move (each input read once, each output written once), and another way
+# to the same result to compare with, if there is one.
 Made = tuple[Callable[[], object], int, Callable[[], object] | None]
 
 
@@ -21,8 +21,8 @@ class Case:
     Attributes:
         name: of the call, with what it is told apart by.
         shapes: for people: "[65536, 2048], 32 experts".
-        make: builds inputs and outputs on a device, and calls on them. Everything is random data. Each call of `make` gives
-            fresh tensors, so that a benchmark may rotate among several sets.
+        make: builds inputs and outputs on a device, and calls on them. Everything is random data. Each call of `make`
+            gives fresh tensors, so that a benchmark may rotate among several sets.
         peer: what the third part of `make`'s result is, "torch eager".
     """
 

@@ -2,8 +2,8 @@
 # ds_fp4 Team
 """Benchmark cases of the fused and routing kernels: `CASES`.
 
-Bytes are what must move: each input read once (a gathered row each time it is gathered), each output written once. Index
-lists and scales count too.
+Bytes are what must move: each input read once (a gathered row each time it is gathered), each output written once.
+Index lists and scales count too.
 """
 
 from __future__ import annotations
@@ -189,61 +189,55 @@ def _case(name: str, shapes: str, make: Callable[..., Made], *arguments: object,
     return Case(name, shapes, lambda device: make(device, *arguments), peer)
 
 
-def _cases() -> list[Case]:
-    cases = []
-    for model, (rows, hidden, width, experts, k) in MODELS.items():
-        even = [rows // experts] * experts
-        tokens = rows // k
-        for save in ("mxfp4", "fp8", None):
-            cases.append(
-                _case(f"swiglu_forward save={save}", f"{model} {_shape(rows, 2 * width)}", make_swiglu_forward, rows, width, save,
-                      peer="torch eager, BF16")
-            )  # fmt: skip
-        for gate_up_format in ("mxfp4", "fp8", "bf16"):
-            cases.append(
-                _case(f"swiglu_backward {gate_up_format}", f"{model} {_shape(rows, width)}, {experts} experts",
-                      make_swiglu_backward, even, width, gate_up_format, peer="torch eager, BF16")
-            )  # fmt: skip
-        cases += [
-            # Two of a token's experts on its rank, and a token's records from two and from six ranks.
-            _case("combine_rows bf16->mxfp4 x2", f"{model} {_shape(tokens * 2, hidden)}", make_combine, tokens * 2, hidden, 2,
-                  "bf16", "mxfp4"),
-            _case("combine_rows bf16->fp8 x2", f"{model} {_shape(tokens * 2, hidden)}", make_combine, tokens * 2, hidden, 2,
-                  "bf16", "fp8"),
-            _case("combine_rows bf16->bf16 x8", f"{model} {_shape(tokens, hidden)}", make_combine, tokens, hidden, 8, "bf16",
-                  "bf16", peer="torch eager"),
-            _case("combine_rows mxfp4->bf16 x2", f"{model} {_shape(tokens * 2, hidden)}", make_combine, tokens * 2, hidden, 2,
-                  "mxfp4", "bf16"),
-            _case("combine_rows fp8->bf16 x6", f"{model} {_shape(tokens, hidden)}", make_combine, tokens, hidden, 6, "fp8",
-                  "bf16"),
-        ]  # fmt: skip
-        record = -(-(hidden // 2 + hidden // 32) // 16) * 16
-        cases.append(
-            _case("gather_rows mxfp4 records", f"{model} {_shape(4 * tokens, record)} bytes", make_gather, 2 * tokens, record,
-                  2.0, peer="torch index_select")
-        )  # fmt: skip
-    rows, width = 65536, 2048
-    zipf = zipf_sizes(rows, 32)
+def _model_cases(model: str, rows: int, hidden: int, width: int, experts: int, k: int) -> list[Case]:
+    tokens = rows // k
+    shape = f"{model} {_shape(rows, 2 * width)}"
+    cases = [
+        _case(f"swiglu_forward save={save}", shape, make_swiglu_forward, rows, width, save, peer="torch eager, BF16")
+        for save in ("mxfp4", "fp8", None)
+    ]
+    even, shape = [rows // experts] * experts, f"{model} {_shape(rows, width)}, {experts} experts"
     cases += [
-        _case("swiglu_backward mxfp4", f"Zipf, 30 of 32 experts, {_shape(rows, width)}", make_swiglu_backward, zipf, width,
-              "mxfp4", peer="torch eager, BF16"),
-        _case("swiglu_backward mxfp4 geglu_tanh", f"{_shape(rows, width)}, 32 experts", make_swiglu_backward,
-              [rows // 32] * 32, width, "mxfp4", "geglu_tanh"),
-        _case("swiglu_backward mxfp4 swiglu_oai", f"{_shape(rows, width)}, 32 experts", make_swiglu_backward,
-              [rows // 32] * 32, width, "mxfp4", "swiglu_oai"),
-        _case("swiglu_forward save=mxfp4", _shape(256, 2 * width), make_swiglu_forward, 256, width, "mxfp4"),
-        _case("swiglu_backward mxfp4", _shape(256, width), make_swiglu_backward, [128, 128], width, "mxfp4"),
-        _case("combine_rows bf16->mxfp4 x2", _shape(256, 7168), make_combine, 256, 7168, 2, "bf16", "mxfp4"),
-        _case("gather_rows mxfp4 records", f"{_shape(256, 3808)} bytes", make_gather, 256, 3808, 1.0),
-        _case("plan_send (2 kernels)", "8192 tokens, top-8 of 256, 1 rank", make_plan_send, 8192, 8, 1, 256,
-              peer="torch argsort, bincount"),
-        _case("plan_send (2 kernels)", "16384 tokens, top-8 of 256, 8 ranks", make_plan_send, 16384, 8, 8, 32,
-              peer="torch argsort, bincount"),
-        _case("pack_routing", "8192 tokens, top-8 of 256, 8 ranks", make_pack, 8192, 8, 8, 32),
-        _case("plan_receive (2 kernels)", "8192 records, top-8 of 256", make_plan_receive, 8192, 8, 256),
-        _case("plan_receive (2 kernels)", "32768 records, 8 of 32", make_plan_receive, 32768, 8, 32),
-    ]  # fmt: skip
+        _case(f"swiglu_backward {saved}", shape, make_swiglu_backward, even, width, saved, peer="torch eager, BF16")
+        for saved in ("mxfp4", "fp8", "bf16")
+    ]
+    # Two of a token's experts on its rank; all eight; a token's records from two and from six ranks.
+    for row_format, out_format, length, count in (
+        ("bf16", "mxfp4", 2, 2 * tokens),
+        ("bf16", "fp8", 2, 2 * tokens),
+        ("bf16", "bf16", 8, tokens),
+        ("mxfp4", "bf16", 2, 2 * tokens),
+        ("fp8", "bf16", 6, tokens),
+    ):
+        name, shape = f"combine_rows {row_format}->{out_format} x{length}", f"{model} {_shape(count, hidden)}"
+        peer = "torch eager" if (row_format, out_format) == ("bf16", "bf16") else ""
+        cases.append(_case(name, shape, make_combine, count, hidden, length, row_format, out_format, peer=peer))
+    record = -(-(hidden // 2 + hidden // 32) // 16) * 16
+    shape = f"{model} {_shape(4 * tokens, record)} bytes"
+    cases.append(_case("gather_rows", shape, make_gather, 2 * tokens, record, 2.0, peer="torch index_select"))
     return cases
 
 
-CASES = _cases()
+def _other_cases() -> list[Case]:
+    rows, width = 65536, 2048
+    shape, even, eager = f"{_shape(rows, width)}, 32 experts", [rows // 32] * 32, "torch eager, BF16"
+    backward = make_swiglu_backward
+    ragged = zipf_sizes(rows, 32)
+    torch_plan = "torch argsort, bincount"
+    return [
+        _case("swiglu_backward mxfp4", f"{shape}, Zipf, 2 empty", backward, ragged, width, "mxfp4", peer=eager),
+        _case("swiglu_backward mxfp4 geglu_tanh", shape, backward, even, width, "mxfp4", "geglu_tanh"),
+        _case("swiglu_backward mxfp4 swiglu_oai", shape, backward, even, width, "mxfp4", "swiglu_oai"),
+        _case("swiglu_forward save=mxfp4", _shape(256, 2 * width), make_swiglu_forward, 256, width, "mxfp4"),
+        _case("swiglu_backward mxfp4", _shape(256, width), backward, [128, 128], width, "mxfp4"),
+        _case("combine_rows bf16->mxfp4 x2", _shape(256, 7168), make_combine, 256, 7168, 2, "bf16", "mxfp4"),
+        _case("gather_rows", f"{_shape(256, 3808)} bytes", make_gather, 256, 3808, 1.0),
+        _case("plan_send", "8192 tokens, 8 of 256, 1 rank", make_plan_send, 8192, 8, 1, 256, peer=torch_plan),
+        _case("plan_send", "16384 tokens, 8 of 256, 8 ranks", make_plan_send, 16384, 8, 8, 32, peer=torch_plan),
+        _case("pack_routing", "8192 tokens, 8 of 256, 8 ranks", make_pack, 8192, 8, 8, 32),
+        _case("plan_receive", "8192 records, 8 of 256", make_plan_receive, 8192, 8, 256),
+        _case("plan_receive", "32768 records, 8 of 32", make_plan_receive, 32768, 8, 32),
+    ]
+
+
+CASES = [case for model, numbers in MODELS.items() for case in _model_cases(model, *numbers)] + _other_cases()

@@ -328,9 +328,9 @@ def swiglu_backward(
 ) -> SwigluBackward:
     """The activation's backward pass, straight into the operands of the GEMMs that follow.
 
-    d_gate_up is quantized to FP8 rows as `formats.bf16_to_fp8_row` would quantize the FP32 gradients. Its columns are the
-    columns of those rows, `formats.fp8_row_to_fp8_col` bit for bit, so that data and weight gradients come from the same
-    values; so are the columns of weight * h, from rows quantized as in `swiglu_forward`.
+    d_gate_up is quantized to FP8 rows as `formats.bf16_to_fp8_row` would quantize the FP32 gradients. Its columns are
+    the columns of those rows, `formats.fp8_row_to_fp8_col` bit for bit, so that data and weight gradients come from
+    the same values; so are the columns of weight * h, from rows quantized as in `swiglu_forward`.
 
     Rows of a group (expert) lie one after the other. With `padded_input` groups start at multiples of 128 rows and the
     rows between are padding: whatever they hold, they give zeros.

@@ -25,8 +25,8 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def new_scales(rows: int, groups: int, scale_layout: str, device: torch.device) -> torch.Tensor:
-    """FP32 [rows, groups]: contiguous ("row"), or ("gemm") with strides (1, rows rounded up to 4), as SM90 grouped GEMMs
-    read them."""
+    """FP32 [rows, groups]: contiguous ("row"), or ("gemm") with strides (1, rows rounded up to 4), as SM90 grouped
+    GEMMs read them."""
     if scale_layout == "row":
         return torch.empty(rows, groups, dtype=torch.float32, device=device)
     return torch.empty(groups, -(-rows // 4) * 4, dtype=torch.float32, device=device)[:, :rows].t()
@@ -82,8 +82,9 @@ def check_out_rows(
 def quantize_fp8_rows(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, lowest_exponent: int) -> None:
     """`formats.bf16_to_fp8_row` of FP32 [M, K], K a multiple of 128, with a lowest exponent of its own.
 
-    A magnitude above BF16's largest number counts as infinite. Where a group's scale would be lower, the lowest is taken and codes are rounded under it: the nearest normal scale for
-    `LOWEST_EXPONENT["gemm"]`. Zero groups and groups with a non-finite value get the lowest one too.
+    A magnitude above BF16's largest number counts as infinite. Where a group's scale would be lower, the lowest is
+    taken and codes are rounded under it: the nearest normal scale for `LOWEST_EXPONENT["gemm"]`. Zero groups and
+    groups with a non-finite value get the lowest one too.
     """
     m, k = x.shape
     bits = fp32.bits_of(x)

@@ -2,8 +2,8 @@
 # ds_fp4 Team
 """The routing plan: who gets which token, in which order experts see them, and the way back.
 
-At home a rank has T tokens, each with k experts among ranks * local_experts, expert e living on rank e // local_experts. A
-token travels to a rank once, in one record, however many of its experts live there:
+At home a rank has T tokens, each with k experts among ranks * local_experts, expert e living on rank e //
+local_experts. A token travels to a rank once, in one record, however many of its experts live there:
 
     plan_send           the records, by rank, then by token
     pack_routing        each record's end: which local experts, with which weights
@@ -11,8 +11,8 @@ token travels to a rank once, in one record, however many of its experts live th
     gather_gradients    the routing weights' gradients from expert order into records
     return_gradients    and from returned records to their places at home
 
-The routing of a record is `routing_bytes(k)` bytes, a multiple of 16: FP32 weights [k], then int16 local ids [k], in the order of
-the token's slots; weight 0 and id -1 past the last.
+The routing of a record is `routing_bytes(k)` bytes, a multiple of 16: FP32 weights [k], then int16 local ids [k], in
+the order of the token's slots; weight 0 and id -1 past the last.
 
 Everything is deterministic. Buffers are sized from host integers; no call waits for a GPU.
 """
@@ -55,7 +55,8 @@ class ReceivePlan(NamedTuple):
         weights: float32 [P], its routing weight, 0 for padding.
         m_indices: int32 [P], its expert, -1 for padding.
         group_sizes: int32 [local_experts], rows of each expert without padding.
-        padded_offsets: int32 [local_experts + 1], each expert's first padded row; the last is where padding of the last ends.
+        padded_offsets: int32 [local_experts + 1], each expert's first padded row; the last is where padding of the
+            last ends.
         places: int32 [U, k], padded row of each record's entry, -1 for none: lists for `combine_rows`.
     """
 
@@ -107,7 +108,8 @@ def check_routing(routing: torch.Tensor, k: int, device: torch.device | None) ->
         raise ValueError(f"routing must have {routing_bytes(k)} bytes a record for k={k}, got {routing.shape[1]}")
     if routing.numel() and (routing.data_ptr() % 4 or (routing.shape[0] > 1 and routing.stride(0) % 4)):
         raise ValueError(
-            f"routing must lie at multiples of 4 bytes, got address {routing.data_ptr():#x} and stride {routing.stride(0)}"
+            f"routing must lie at multiples of 4 bytes, got address {routing.data_ptr():#x} and stride "
+            f"{routing.stride(0)}"
         )
 
 
@@ -150,7 +152,8 @@ def plan_send(expert_ids: torch.Tensor, ranks: int, local_experts: int) -> SendP
         SendPlan. `table` is what ranks exchange; its last column holds the splits of the exchange of records.
 
     Raises:
-        ValueError: on a wrong shape, dtype or count, or (host tensors) an id out of range, which on a GPU stops the kernel.
+        ValueError: on a wrong shape, dtype or count, or (host tensors) an id out of range, which on a GPU stops the
+            kernel.
     """
     plan = prepare_plan_send(expert_ids, ranks, local_experts)
     rank, first = _ranks_and_firsts(expert_ids, local_experts)
@@ -272,8 +275,8 @@ def plan_receive(routing: torch.Tensor, k: int, local_experts: int, padded_rows:
         ReceivePlan.
 
     Raises:
-        ValueError: on a wrong shape, dtype or stride, or (host tensors) an id out of range or too few `padded_rows`, which
-            on a GPU stop the kernel.
+        ValueError: on a wrong shape, dtype or stride, or (host tensors) an id out of range or too few `padded_rows`,
+            which on a GPU stop the kernel.
     """
     plan = prepare_plan_receive(routing, k, local_experts, padded_rows)
     weights, ids = split_routing(routing, k)
@@ -359,7 +362,8 @@ def return_gradients(
     Args:
         expert_ids: int32 or int64 [T, k], as given to `plan_send`.
         records: int32 [T, k], the plan's.
-        gradients: float32 [n, k], any row stride: the ends of returned records, filled by `gather_gradients` on their rank.
+        gradients: float32 [n, k], any row stride: the ends of returned records, filled by `gather_gradients` on their
+            rank.
         local_experts: of each rank.
 
     Returns:

@@ -112,19 +112,20 @@ def combine_rows(
     """Sums of rows: output row t is the sum over j in [offsets[t], offsets[t + 1]) of weights[j] * rows[indices[j]].
 
     The sum is FP32, starts at +0 and goes in the order of j: the same bits on every run. Rows are decoded as by
-    `formats.fp4_row_to_bf16` and `fp8_row_to_bf16` into FP32; a product with a weight is rounded before it is added. The
-    sum is rounded to BF16, and quantized as by `formats.bf16_to_fp4_row` for MXFP4; for FP8 it is quantized from FP32 as by
-    `formats.bf16_to_fp8_row`. An index of -1 adds nothing, an empty list gives a row of zeros.
+    `formats.fp4_row_to_bf16` and `fp8_row_to_bf16` into FP32; a product with a weight is rounded before it is added.
+    The sum is rounded to BF16, and quantized as by `formats.bf16_to_fp4_row` for MXFP4; for FP8 it is quantized from
+    FP32 as by `formats.bf16_to_fp8_row`. An index of -1 adds nothing, an empty list gives a row of zeros.
 
     Args:
         rows: BF16 [M, K], MXFP4 (packed, scales) or FP8 (q, scales); inner stride 1, any row stride.
-        offsets: int32 [T + 1], not decreasing; None for lists of one length, which then end in -1 where they are shorter.
+        offsets: int32 [T + 1], not decreasing; None for lists of one length, which then end in -1 where they are
+            shorter.
         indices: int32 [n], n at least offsets[T]; [T, length] without offsets.
         weights: FP32, of the shape of indices; None for 1.
         row_format, out_format: "bf16", "mxfp4" or "fp8".
         scale_rounding: of MXFP4 output.
-        out: what to write to and return: BF16 [T, K], or the pair with any row strides (parts of records); scales of FP8
-            are UE8M0 or FP32.
+        out: what to write to and return: BF16 [T, K], or the pair with any row strides (parts of records); scales of
+            FP8 are UE8M0 or FP32.
 
     Returns:
         BF16 [T, K], (packed, scales), or (q, scales) with UE8M0 scales.

@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// The expert activations of DeepSpeed AutoEP, each a template parameter of the fused kernels. All are f(gate) * up with
-// f(g) = g * sigmoid(z(g)); they differ in z, in a clamp of gate (from above) and up (both sides), and in up + 1:
+// The expert activations of DeepSpeed AutoEP, each a template parameter of the fused kernels. All are f(gate) * up
+// with f(g) = g * sigmoid(z(g)); they differ in z, in a clamp of gate (from above) and up (both sides), and in up + 1:
 //
 //     Swiglu         z = g                                      Mixtral, Qwen, DeepSeek
 //     SwigluClamped  z = g, clamped                             DeepSeek-V4
 //     SwigluOai      z = alpha * g, clamped, up + 1             GPT-OSS
-//     GegluTanh      z = 2 sqrt(2/pi) (g + 0.044715 g^3)        Gemma: GELU's tanh form, as (1 + tanh y) / 2 = sigmoid(2 y)
+//     GegluTanh      z = 2 sqrt(2/pi) (g + 0.044715 g^3)        Gemma: GELU's tanh form, as (1 + tanh y) / 2 =
+//     sigmoid(2 y)
 //
-// Arithmetic is FP32; exp and 1/x are the GPU's approximations (2 ulp and 1 ulp), far below half a step of any output format.
+// Arithmetic is FP32; exp and 1/x are the GPU's approximations (2 ulp and 1 ulp), far below half a step of any output
+// format.
 #pragma once
 
 #include "common.cuh"
@@ -118,7 +120,7 @@ DS_FP4_HD float activate(float gate, float up, const ActivationScalars& p) {
 
 // Gradients of weight * h at one element, h = activate(gate, up), from d = the gradient of that product.
 struct ActivationGradients {
-    float h;           // times weight
+    float h;  // times weight
     float gate, up;
     float weight_sum;  // d * h, added to what was there
 };

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Sums of rows by a list: out[t] = sum over j from offsets[t] to offsets[t + 1] - 1 of weights[j] * rows[indices[j]], in FP32 and
-// in that order, from BF16 rows or MXFP4 or FP8 records, written as BF16 or quantized straight into records (MXFP4 ones from
-// sums rounded to BF16). An index of -1 adds nothing; an empty list gives a zero row.
+// Sums of rows by a list: out[t] = sum over j from offsets[t] to offsets[t + 1] - 1 of weights[j] * rows[indices[j]],
+// in FP32 and in that order, from BF16 rows or MXFP4 or FP8 records, written as BF16 or quantized straight into
+// records (MXFP4 ones from sums rounded to BF16). An index of -1 adds nothing; an empty list gives a zero row.
 //
-// A warp takes a chunk of one output row. It reads up to 32 list entries at once, one a lane, and hands them around; two input
-// rows are in flight at a time.
+// A warp takes a chunk of one output row. It reads up to 32 list entries at once, one a lane, and hands them around;
+// two input rows are in flight at a time.
 #pragma once
 
 #include "stored_rows.cuh"
@@ -49,7 +49,8 @@ DS_FP4_DEVICE void load_combine_units(const combine_rows_params& p, const char* 
                                       const Chunks& chunks, CombineUnit<In> (&unit)[kChunkSteps]) {
     // Row strides fit 32 bits, and so one multiplication.
     const uint64 offset = static_cast<uint64>(static_cast<uint32>(row)) * static_cast<uint32>(p.x_stride);
-    const uint64 scales_offset = static_cast<uint64>(static_cast<uint32>(row)) * static_cast<uint32>(p.x_scales_stride);
+    const uint64 scales_offset =
+        static_cast<uint64>(static_cast<uint32>(row)) * static_cast<uint32>(p.x_scales_stride);
 #pragma unroll
     for (int step = 0; step < kChunkSteps; ++step) {
 #pragma unroll
@@ -59,8 +60,8 @@ DS_FP4_DEVICE void load_combine_units(const combine_rows_params& p, const char* 
         unit[step].scale = 1;
         if (row >= 0 && chunks.has_unit(step)) {
             const int elements = In::kUnitBytes == 4 ? kUnit / 2 : chunks.valid(step);
-            load_unit<kVector, typename In::Element>(x + offset + step * (kStepValues / kUnit) * In::kUnitBytes, elements,
-                                                     unit[step].word);
+            load_unit<kVector, typename In::Element>(x + offset + step * (kStepValues / kUnit) * In::kUnitBytes,
+                                                     elements, unit[step].word);
             if constexpr (In::kScaled) {
                 const char* address = scales + scales_offset;
                 constexpr int kStepScales = kStepValues / In::kScaleValues;

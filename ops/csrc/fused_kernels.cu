@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Every instantiation of the kernels that fuse an activation, a gather or a sum with conversions, and of those that plan the
-// routing. A file of its own, so that it compiles beside kernels.cu.
+// Every instantiation of the kernels that fuse an activation, a gather or a sum with conversions, and of those that
+// plan the routing. A file of its own, so that it compiles beside kernels.cu.
 #include <cuda_runtime.h>
 
 #include "combine_rows.cuh"
@@ -22,17 +22,19 @@ namespace ds_fp4 {
 
 #define DS_FP4_SHARED_ENTRY(bytes, ...) entry(#__VA_ARGS__, &__VA_ARGS__, bytes)
 
-#define DS_FP4_FORWARD(activation)                                                                \
+#define DS_FP4_FORWARD(activation)                                                                          \
     DS_FP4_ENTRY(swiglu_forward<activation, Mxfp4Rows>), DS_FP4_ENTRY(swiglu_forward<activation, Fp8Rows>), \
         DS_FP4_ENTRY(swiglu_forward<activation, NoRows>)
 
-#define DS_FP4_BACKWARD(activation)                                                                        \
-    DS_FP4_SHARED_ENTRY(kSwigluBackwardSharedBytes, swiglu_backward<activation, Mxfp4Rows>),               \
-        DS_FP4_SHARED_ENTRY(kSwigluBackwardSharedBytes, swiglu_backward<activation, Fp8Rows>),             \
+#define DS_FP4_BACKWARD(activation)                                                            \
+    DS_FP4_SHARED_ENTRY(kSwigluBackwardSharedBytes, swiglu_backward<activation, Mxfp4Rows>),   \
+        DS_FP4_SHARED_ENTRY(kSwigluBackwardSharedBytes, swiglu_backward<activation, Fp8Rows>), \
         DS_FP4_SHARED_ENTRY(kSwigluBackwardSharedBytes, swiglu_backward<activation, Bf16Rows>)
 
-#define DS_FP4_COMBINE_TO(in, out) DS_FP4_ENTRY(combine_rows<in, out, true>), DS_FP4_ENTRY(combine_rows<in, out, false>)
-#define DS_FP4_COMBINE(in) DS_FP4_COMBINE_TO(in, Bf16Rows), DS_FP4_COMBINE_TO(in, Mxfp4Rows), DS_FP4_COMBINE_TO(in, Fp8Rows)
+#define DS_FP4_COMBINE_TO(in, out) \
+    DS_FP4_ENTRY(combine_rows<in, out, true>), DS_FP4_ENTRY(combine_rows<in, out, false>)
+#define DS_FP4_COMBINE(in) \
+    DS_FP4_COMBINE_TO(in, Bf16Rows), DS_FP4_COMBINE_TO(in, Mxfp4Rows), DS_FP4_COMBINE_TO(in, Fp8Rows)
 
 std::vector<KernelEntry> fused_kernel_table() {
     return {

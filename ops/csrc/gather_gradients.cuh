@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// The routing weights' gradients, from expert order into records: out[row][slot] = gradients[places[row][slot]], 0 for -1.
+// The routing weights' gradients, from expert order into records: out[row][slot] = gradients[places[row][slot]], 0 for
+// -1.
 #pragma once
 
 #include "row_tiles.cuh"

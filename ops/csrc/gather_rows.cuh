@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Records (rows of bytes) through an index: out[r] = records[index[r]], zeros where the index is -1. Reads and writes each output
-// byte once.
+// Records (rows of bytes) through an index: out[r] = records[index[r]], zeros where the index is -1. Reads and writes
+// each output byte once.
 //
-// All units of all output rows are one sequence; a warp takes kGatherSteps x 32 of it, so that no lane idles at a row's end
-// however short the rows are.
+// All units of all output rows are one sequence; a warp takes kGatherSteps x 32 of it, so that no lane idles at a
+// row's end however short the rows are.
 #pragma once
 
 #include "row_tiles.cuh"
@@ -13,10 +13,10 @@
 namespace ds_fp4 {
 
 struct gather_rows_params {
-    int64 rows;         // output rows
-    int64 row_units;    // units a row
-    int64 input_rows;   // rows that `index` may name
-    const int* index;   // input row of each output row, -1 for a zero row; null: the same row
+    int64 rows;        // output rows
+    int64 row_units;   // units a row
+    int64 input_rows;  // rows that `index` may name
+    const int* index;  // input row of each output row, -1 for a zero row; null: the same row
     const char* records;
     int64 records_stride;  // in bytes, from row to row
     char* out;

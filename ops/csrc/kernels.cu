@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Every instantiation of every kernel, compiled by nvcc. ops/kernels.py holds the same list for NVRTC, and what each is
-// launched with; a test compares the two.
+// Every instantiation of every kernel, compiled by nvcc. ops/kernels.py holds the same list for NVRTC, and what each
+// is launched with; a test compares the two.
 #include <cuda_runtime.h>
 
 #include "bf16_to_fp4_row.cuh"
@@ -13,8 +13,8 @@
 
 namespace ds_fp4 {
 
-#define DS_FP4_ROW_KERNEL(kernel)                                                                                        \
-    DS_FP4_ENTRY(kernel<Bf16, true>), DS_FP4_ENTRY(kernel<Bf16, false>), DS_FP4_ENTRY(kernel<Fp16, true>),               \
+#define DS_FP4_ROW_KERNEL(kernel)                                                                          \
+    DS_FP4_ENTRY(kernel<Bf16, true>), DS_FP4_ENTRY(kernel<Bf16, false>), DS_FP4_ENTRY(kernel<Fp16, true>), \
         DS_FP4_ENTRY(kernel<Fp16, false>), DS_FP4_ENTRY(kernel<Fp32, true>), DS_FP4_ENTRY(kernel<Fp32, false>)
 
 const std::vector<KernelEntry>& kernel_table() {
@@ -53,10 +53,11 @@ std::string load_kernel(const KernelEntry& kernel) {
     return describe(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
 }
 
-std::string launch_kernel(const KernelEntry& kernel, unsigned grid, unsigned threads, const void* params, void* stream) {
+std::string launch_kernel(const KernelEntry& kernel, unsigned grid, unsigned threads, const void* params,
+                          void* stream) {
     void* arguments[] = {const_cast<void*>(params)};
-    return describe(cudaLaunchKernel(kernel.function, dim3(grid), dim3(threads), arguments,
-                                     kernel.shared_bytes, static_cast<cudaStream_t>(stream)));
+    return describe(cudaLaunchKernel(kernel.function, dim3(grid), dim3(threads), arguments, kernel.shared_bytes,
+                                     static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace ds_fp4

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Writes the routing of each record at its end: the weights (FP32 [k]) and local ids (int16 [k]) of the experts that its token has
-// on its rank, in the order of the token's slots; weight 0 and id -1 past the last.
+// Writes the routing of each record at its end: the weights (FP32 [k]) and local ids (int16 [k]) of the experts that
+// its token has on its rank, in the order of the token's slots; weight 0 and id -1 past the last.
 #pragma once
 
 #include "routing.cuh"
@@ -13,7 +13,7 @@ struct pack_routing_params {
     int64 rows;  // records
     int64 k;
     const char* ids;
-    int64 ids_stride;  // strides are in bytes, from row to row
+    int64 ids_stride;    // strides are in bytes, from row to row
     const char* scores;  // FP32
     int64 scores_stride;
     int64 local_experts;
@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kThreads) pack_routing(const pack_routing_para
         // Entries of other ranks fill the end, in their order.
         const int place = mine ? group.place : __popc(members) + __popc(row_lanes & ~members & lanes_below());
         if (exists) {
-            const float weight = mine ? __ldg(reinterpret_cast<const float*>(p.scores + token * p.scores_stride) + lane.slot)
-                                      : 0.0f;
+            const float weight =
+                mine ? __ldg(reinterpret_cast<const float*>(p.scores + token * p.scores_stride) + lane.slot) : 0.0f;
             const int local = mine ? id % static_cast<int>(p.local_experts) : kNoKey;
             reinterpret_cast<float*>(p.weights_out + record * p.out_stride)[place] = weight;
             reinterpret_cast<short*>(p.ids_out + record * p.out_stride)[place] = static_cast<short>(local);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// The routing weights' gradients, from returned records to their places at home: out[token][slot] is the gradient that the record
-// of the slot's rank brought for the slot's expert; 0 where a slot has no expert. The other direction of pack_routing.
+// The routing weights' gradients, from returned records to their places at home: out[token][slot] is the gradient that
+// the record of the slot's rank brought for the slot's expert; 0 where a slot has no expert. The other direction of
+// pack_routing.
 #pragma once
 
 #include "routing.cuh"
@@ -36,7 +37,8 @@ __global__ void __launch_bounds__(kThreads) return_gradients(const return_gradie
             float gradient = 0.0f;
             if (id >= 0) {
                 const int64 record = __ldg(p.records + token * k + group.record);
-                gradient = __ldg(reinterpret_cast<const float*>(p.gradients + record * p.gradients_stride) + group.place);
+                gradient =
+                    __ldg(reinterpret_cast<const float*>(p.gradients + record * p.gradients_stride) + group.place);
             }
             p.out[token * k + lane.slot] = gradient;
         }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// How many entries of each key a block's rows have (see routing.cuh). At home two kinds: entries of each expert among all, and
-// tokens that go to each rank, once however many of its experts they have.
+// How many entries of each key a block's rows have (see routing.cuh). At home two kinds: entries of each expert among
+// all, and tokens that go to each rank, once however many of its experts they have.
 #pragma once
 
 #include "routing.cuh"
@@ -13,11 +13,11 @@ struct route_count_params {
     int64 rows;
     int64 k;
     const char* ids;
-    int64 ids_stride;     // in bytes, from row to row
-    int64 local_experts;  // of one rank
-    int64 experts;        // that an id may name
-    int64 counts_a_block; // experts, and at home ranks
-    int* counts;          // [blocks, counts_a_block]
+    int64 ids_stride;      // in bytes, from row to row
+    int64 local_experts;   // of one rank
+    int64 experts;         // that an id may name
+    int64 counts_a_block;  // experts, and at home ranks
+    int* counts;           // [blocks, counts_a_block]
 };
 
 template <typename Ids>

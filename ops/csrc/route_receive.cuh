@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// The order in which experts see received records: by expert, then by record, each expert padded to 128 rows. Takes the counts of
-// route_count with the same grid; reads the routing at the records' ends (pack_routing.cuh).
+// The order in which experts see received records: by expert, then by record, each expert padded to 128 rows. Takes
+// the counts of route_count with the same grid; reads the routing at the records' ends (pack_routing.cuh).
 #pragma once
 
-#include "row_groups.cuh"
 #include "routing.cuh"
+#include "row_groups.cuh"
 
 namespace ds_fp4 {
 
@@ -17,14 +17,14 @@ struct route_receive_params {
     const char* weights;  // FP32 [rows, k]
     int64 stride;         // of both, in bytes, from row to row
     int64 local_experts;
-    const int* counts;     // [blocks, local_experts]
-    int64 padded_rows;     // room in the three below
-    int* order;            // record of each padded row, -1 for padding
-    float* row_weights;    // 0 for padding
-    int* m_indices;        // expert of each padded row, -1 for padding
-    int* group_sizes;      // [local_experts]
-    int* padded_offsets;   // [local_experts + 1]
-    int* places;           // [rows, k]: padded row of each entry; -1 for none
+    const int* counts;    // [blocks, local_experts]
+    int64 padded_rows;    // room in the three below
+    int* order;           // record of each padded row, -1 for padding
+    float* row_weights;   // 0 for padding
+    int* m_indices;       // expert of each padded row, -1 for padding
+    int* group_sizes;     // [local_experts]
+    int* padded_offsets;  // [local_experts + 1]
+    int* places;          // [rows, k]: padded row of each entry; -1 for none
 };
 
 template <int kAlignment>
@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(kThreads) route_receive(const route_receive_pa
         const int64 row = base + lane.row;
         const bool exists = lane.used && row < own.end;
         const int id = exists ? ReceivedIds::id(p.ids + row * p.stride, lane.slot) : kNoKey;
-        const float weight = exists ? __ldg(reinterpret_cast<const float*>(p.weights + row * p.stride) + lane.slot) : 0.0f;
+        const float weight =
+            exists ? __ldg(reinterpret_cast<const float*>(p.weights + row * p.stride) + lane.slot) : 0.0f;
         const uint32 place = take_place(shared, warp, id >= 0, id);
         if (id >= 0) {
             p.order[place] = static_cast<int>(row);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// The records that leave a rank: one for each (rank, token) of a token with experts on that rank, by rank, then by token. Takes the
-// counts of route_count with the same grid.
+// The records that leave a rank: one for each (rank, token) of a token with experts on that rank, by rank, then by
+// token. Takes the counts of route_count with the same grid.
 #pragma once
 
 #include "routing.cuh"
@@ -16,11 +16,11 @@ struct route_send_params {
     int64 ids_stride;  // in bytes, from row to row
     int64 local_experts;
     int64 ranks;
-    const int* counts;    // [blocks, ranks * local_experts + ranks]
-    int* tokens;          // [most_records]: a record's token; -1 past the last
+    const int* counts;  // [blocks, ranks * local_experts + ranks]
+    int* tokens;        // [most_records]: a record's token; -1 past the last
     int64 most_records;
-    int* records;         // [rows, k]: a token's records, by the slot that named their rank first; -1 past the last
-    int* table;           // [ranks, local_experts + 1]: entries of each expert; records to each rank
+    int* records;  // [rows, k]: a token's records, by the slot that named their rank first; -1 past the last
+    int* table;    // [ranks, local_experts + 1]: entries of each expert; records to each rank
 };
 
 template <typename Ids>
@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kThreads) route_send(const route_send_params p
             } else {
 #pragma unroll 8
                 for (uint32 block = 0; block < gridDim.x; ++block) {
-                    total += static_cast<uint32>(__ldg(p.counts + block * counts_a_block + rank * local_experts + expert));
+                    total +=
+                        static_cast<uint32>(__ldg(p.counts + block * counts_a_block + rank * local_experts + expert));
                 }
             }
             p.table[i] = static_cast<int>(total);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// What the routing kernels share. An entry is one of the k experts of a row (a token at home, a record where it was received).
-// Entries have keys: the rank that a token goes to, or the local expert that a row goes to. The plan is a stable counting sort of
-// the entries by key:
+// What the routing kernels share. An entry is one of the k experts of a row (a token at home, a record where it was
+// received). Entries have keys: the rank that a token goes to, or the local expert that a row goes to. The plan is a
+// stable counting sort of the entries by key:
 //
 //     route_count    each block counts the keys of its rows                     [blocks, keys]
 //     route_send     where each (rank, token) goes among all, from those counts
@@ -13,21 +13,23 @@
 //
 //     k = 8:  | lanes 0..7: row r | lanes 8..15: row r + 1 | lanes 16..23: row r + 2 | lanes 24..31: row r + 3 |
 //
-// so that lower lanes come first in the order too. Counts are added in shared memory by integer atomics: their order is of no
-// consequence.
+// so that lower lanes come first in the order too. Counts are added in shared memory by integer atomics: their order
+// is of no consequence.
 #pragma once
 
 #include "row_tiles.cuh"
 
 namespace ds_fp4 {
 
-constexpr int kMaxKeys = 1024;         // ranks, or local experts
-constexpr int kMaxExperts = 4096;      // of all ranks
+constexpr int kMaxKeys = 1024;     // ranks, or local experts
+constexpr int kMaxExperts = 4096;  // of all ranks
 constexpr int kMaxCounts = kMaxExperts + kMaxKeys;
 constexpr int kWarps = kThreads / kLanes;
 constexpr int kNoKey = -1;
 
-DS_FP4_DEVICE uint32 lanes_below() { return (1u << (threadIdx.x % kLanes)) - 1; }
+DS_FP4_DEVICE uint32 lanes_below() {
+    return (1u << (threadIdx.x % kLanes)) - 1;
+}
 
 // An entry's expert among all, -1 for none.
 struct SendIds4 {
@@ -43,7 +45,9 @@ struct SendIds8 {
 // An entry's local expert, in a record.
 struct ReceivedIds {
     static constexpr bool kSend = false;
-    DS_FP4_DEVICE static int id(const char* row, int slot) { return __ldg(reinterpret_cast<const short*>(row) + slot); }
+    DS_FP4_DEVICE static int id(const char* row, int slot) {
+        return __ldg(reinterpret_cast<const short*>(row) + slot);
+    }
 };
 
 // This lane's entry among those of the warp's current rows.
@@ -70,11 +74,11 @@ struct EntryLane {
 
 // How a token's entries come together in records, one a rank.
 struct EntryGroup {
-    uint32 same;    // lanes of the same row and rank; 0 for a lane without a key
-    bool first;     // the lowest of them
-    int record;     // number of the record among the token's
-    int place;      // of the entry within the record
-    int records;    // of the token
+    uint32 same;  // lanes of the same row and rank; 0 for a lane without a key
+    bool first;   // the lowest of them
+    int record;   // number of the record among the token's
+    int place;    // of the entry within the record
+    int records;  // of the token
 
     // Every lane of the warp must call.
     DS_FP4_DEVICE EntryGroup(const EntryLane& lane, int k, int key) {
@@ -109,9 +113,10 @@ struct RoutingShared {
     uint32 start[kMaxKeys + 1];  // of a key's places among all
 };
 
-// Fills shared.total and shared.start, keys' places rounded up to multiples of `alignment`, and sets warp 0's start to where this
-// block's entries begin.
-DS_FP4_DEVICE void find_starts(RoutingShared& shared, const int* counts, int64 counts_stride, int keys, uint32 alignment) {
+// Fills shared.total and shared.start, keys' places rounded up to multiples of `alignment`, and sets warp 0's start to
+// where this block's entries begin.
+DS_FP4_DEVICE void find_starts(RoutingShared& shared, const int* counts, int64 counts_stride, int keys,
+                               uint32 alignment) {
     for (int key = threadIdx.x; key < keys; key += kThreads) {
         uint32 total = 0, before = 0;
 #pragma unroll 8

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Where a tile of 128 padded rows lies among ragged groups (experts), from the groups' sizes alone: no offsets to compute
-// beforehand.
+// Where a tile of 128 padded rows lies among ragged groups (experts), from the groups' sizes alone: no offsets to
+// compute beforehand.
 #pragma once
 
 #include "row_tiles.cuh"
@@ -28,8 +28,8 @@ struct GroupTile {
     int valid;           // rows of the tile that are not padding; 0: there is no such tile
 };
 
-// Every lane of a warp calls with the same arguments and gets the same answer. `padded_input`: input rows lie at padded places,
-// not one after the other.
+// Every lane of a warp calls with the same arguments and gets the same answer. `padded_input`: input rows lie at
+// padded places, not one after the other.
 DS_FP4_DEVICE GroupTile find_tile(const int* group_sizes, int groups, int64 tile, bool padded_input) {
     const int lane = threadIdx.x % kLanes;
     int64 tiles_before = 0, rows_before = 0;

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// The formats in which the fused kernels read and write rows, behind one interface: a unit of eight values with the scale that
-// it is under. Bf16Rows have no scales, NoRows are not stored at all. A row's scales may be UE8M0 or (Fp8Rows) FP32.
+// The formats in which the fused kernels read and write rows, behind one interface: a unit of eight values with the
+// scale that it is under. Bf16Rows have no scales, NoRows are not stored at all. A row's scales may be UE8M0 or
+// (Fp8Rows) FP32.
 //
-// And how a warp walks over rows here: a chunk is kChunkSteps x 32 units of a row, and a warp takes the same chunk of row after
-// row, so that pointers move by additions.
+// And how a warp walks over rows here: a chunk is kChunkSteps x 32 units of a row, and a warp takes the same chunk of
+// row after row, so that pointers move by additions.
 #pragma once
 
 #include "activations.cuh"
@@ -19,7 +20,9 @@ namespace ds_fp4 {
 
 using Floats8 = Values8<Fp32>;
 
-DS_FP4_HD float float_at(const Floats8& x, int i) { return float_of(x.word[i]); }
+DS_FP4_HD float float_at(const Floats8& x, int i) {
+    return float_of(x.word[i]);
+}
 
 // Bits of the largest magnitude, at least infinity's if a value is not finite.
 DS_FP4_HD uint32 amax_of(const Floats8& x) {
@@ -35,16 +38,16 @@ DS_FP4_HD uint32 amax_of(const Floats8& x) {
 #endif
 }
 
-// Exponent field of an FP8 group's rounded-up maximum: its scale byte plus kFieldOfByte0. The maximum of fields is the field of
-// the maximum.
+// Exponent field of an FP8 group's rounded-up maximum: its scale byte plus kFieldOfByte0. The maximum of fields is the
+// field of the maximum.
 constexpr uint32 kNonFiniteField = 256, kFieldOfByte0 = kE4m3MaxPow2;
 
 DS_FP4_HD uint32 fp8_field(uint32 amax_bits) {
     return amax_bits >= kInfinityBits ? kNonFiniteField : (amax_bits + kFp8ScaleRounding) >> 23;
 }
 
-// A group's scale from its field, which becomes that of the scale, at least `lowest`. What values are to be multiplied with: NaN
-// for a group with a value that is not finite, so that all of its codes become NaN.
+// A group's scale from its field, which becomes that of the scale, at least `lowest`. What values are to be multiplied
+// with: NaN for a group with a value that is not finite, so that all of its codes become NaN.
 DS_FP4_HD float settle_fp8_field(uint32& field, uint32 lowest) {
     const bool finite = field != kNonFiniteField;
     field = finite ? larger(field, lowest) : lowest;
@@ -52,8 +55,9 @@ DS_FP4_HD float settle_fp8_field(uint32& field, uint32 lowest) {
     return float_of(finite ? inverse : kFp32NanBits);
 }
 
-// The same for activations, on fewer instructions: `rounded` is amax + kFp8ScaleRounding, whose upper 16 bits say everything. A
-// magnitude above BF16's largest counts as infinite, as it would be in BF16. `rounded` becomes the scale's field, in its place.
+// The same for activations, on fewer instructions: `rounded` is amax + kFp8ScaleRounding, whose upper 16 bits say
+// everything. A magnitude above BF16's largest counts as infinite, as it would be in BF16. `rounded` becomes the
+// scale's field, in its place.
 constexpr uint32 kOverflow = 0x7F7F0001u + kFp8ScaleRounding;
 static_assert((kOverflow & 0xFFFF) == 0, "decided by the upper 16 bits");
 
@@ -69,7 +73,8 @@ DS_FP4_HD uint32 encode_e4m3x2_or_nan(float low, float high) {
     return encode_e4m3x2(low, high);
 #else
     const uint32 codes = encode_e4m3x2_on_bits(low, high);
-    return low == low && high == high ? codes : (low == low ? codes & 0xFF : 0x7F) | (high == high ? codes & 0xFF00 : 0x7F00);
+    return low == low && high == high ? codes
+                                      : (low == low ? codes & 0xFF : 0x7F) | (high == high ? codes & 0xFF00 : 0x7F00);
 #endif
 }
 
@@ -145,8 +150,8 @@ struct Bf16Rows {
     }
 };
 
-// Codes times a power of two: exact, or too large for FP32, where decoding saturates. `kLargest` is the exponent of the
-// largest scale under which no code is.
+// Codes times a power of two: exact, or too large for FP32, where decoding saturates. `kLargest` is the exponent of
+// the largest scale under which no code is.
 template <typename Codes, int kLargestSafe>
 struct ScaledRows {
     static constexpr bool kScaled = true;
@@ -164,8 +169,8 @@ struct ScaledRows {
 
     // Two units under UE8M0 scales (bytes), in fewer instructions than decoding each.
     template <int kCount>
-    DS_FP4_HD static void decode_two(const uint32 (&a)[kCount], uint32 a_scale, Floats8& a_values, const uint32 (&b)[kCount],
-                                     uint32 b_scale, Floats8& b_values) {
+    DS_FP4_HD static void decode_two(const uint32 (&a)[kCount], uint32 a_scale, Floats8& a_values,
+                                     const uint32 (&b)[kCount], uint32 b_scale, Floats8& b_values) {
         constexpr uint32 kPlain = kLargestSafe + 127;  // bytes 1 to this one are normal numbers, and safe
         if (a_scale - 1 < kPlain && b_scale - 1 < kPlain && !Codes::has_nan(a) && !Codes::has_nan(b)) {
             a_values = products(a, a_scale << 23);
@@ -192,7 +197,8 @@ struct ScaledRows {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float low = fused_multiply_add(Fp16::low(value[i]), float_of(scale), float_of(sum.word[2 * i]));
-            const float high = fused_multiply_add(Fp16::high(value[i]), float_of(scale), float_of(sum.word[2 * i + 1]));
+            const float high =
+                fused_multiply_add(Fp16::high(value[i]), float_of(scale), float_of(sum.word[2 * i + 1]));
             sum.word[2 * i] = bits_of(low);
             sum.word[2 * i + 1] = bits_of(high);
         }
@@ -265,8 +271,8 @@ struct Fp8Rows : ScaledRows<E4m3Codes, 119> {
 constexpr int kChunkSteps = 2;
 constexpr int kChunkValues = kStepValues * kChunkSteps;
 
-// The chunks of one warp: always the same columns, of every `row_step`-th row. The host launches so many warps that they
-// come out even.
+// The chunks of one warp: always the same columns, of every `row_step`-th row. The host launches so many warps that
+// they come out even.
 struct Chunks {
     int64 first_row;
     int64 row_step;

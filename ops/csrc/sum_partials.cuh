@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// out[r] = the sum of partial[0..parts-1][r] in that order, FP32: the end of swiglu_backward's routing weight gradient. One row a
-// thread; neighboring threads read neighboring rows.
+// out[r] = the sum of partial[0..parts-1][r] in that order, FP32: the end of swiglu_backward's routing weight
+// gradient. One row a thread; neighboring threads read neighboring rows.
 #pragma once
 
 #include "row_tiles.cuh"

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// The activation's backward pass between an expert's GEMMs. Reads dh [R, I] in BF16, gate_up [R, 2I] as it was kept and the
-// routing weights; writes
+// The activation's backward pass between an expert's GEMMs. Reads dh [R, I] in BF16, gate_up [R, 2I] as it was kept
+// and the routing weights; writes
 //
 //     d_gate_up        FP8 rows [R, 2I], for the data gradient
 //     d_gate_up        FP8 columns, for gate_up's weight gradient: the codes of the rows, moved to the tile's scale
 //     weight * h       FP8 columns, for down's weight gradient: the same, from rows that are never stored
-//     partial sums     FP32 [I/128, R] of dh * h over 128 columns, which sum_partials adds up: the routing weights' gradient
+//     partial sums     FP32 [I/128, R] of dh * h over 128 columns, which sum_partials adds up: the routing weights'
+//     gradient
 //
 // A block takes a tile: 128 rows of one group (expert) x 128 columns of I, gate and up alike.
 //
@@ -16,19 +17,20 @@
 //     row 16w + 2s      | lane 0: columns 0..7  | lane 1: 8..15  | ... | lane 15: 120..127 |
 //     row 16w + 2s + 1  | lane 16: columns 0..7 | lane 17: 8..15 | ... | lane 31: 120..127 |
 //
-// The three values of each element are found, their FP8 groups' scales reduced over the half warp, and the codes written to
-// shared memory, [3][128 rows][128 bytes]; those of d_gate_up leave for global memory too, 128 bytes a row. A row is 32 words of
-// four columns; word c of row r lies at place c ^ 4(r / 16).
+// The three values of each element are found, their FP8 groups' scales reduced over the half warp, and the codes
+// written to shared memory, [3][128 rows][128 bytes]; those of d_gate_up leave for global memory too, 128 bytes a row.
+// A row is 32 words of four columns; word c of row r lies at place c ^ 4(r / 16).
 //
-// Then, columns. All columns of the tile get one scale, the largest of its rows', so that a code moves by its row's shift, a
-// factor 2^-n in FP16 in which the product is exact wherever it matters. A lane takes four columns (a word) of 16 rows:
+// Then, columns. All columns of the tile get one scale, the largest of its rows', so that a code moves by its row's
+// shift, a factor 2^-n in FP16 in which the product is exact wherever it matters. A lane takes four columns (a word)
+// of 16 rows:
 //
 //     lane 8q + g of warp w: word 4w + q of rows 16g .. 16g + 15, place (4w + q) ^ 4g: 32 lanes read 32 banks
 //
 // transposes 4 x 4 bytes at a time, and writes 16 bytes for each of its columns: eight lanes write a column's 128.
 //
-// Bytes of one element of I with gate_up in MXFP4: reads 2 + 1.06, writes 2 + 3 and scales: 8.1. Instructions: about 45, or 5.6
-// a byte.
+// Bytes of one element of I with gate_up in MXFP4: reads 2 + 1.06, writes 2 + 3 and scales: 8.1. Instructions: about
+// 45, or 5.6 a byte.
 #pragma once
 
 #include "row_groups.cuh"
@@ -43,7 +45,7 @@ struct swiglu_backward_params {
     int64 groups;
     int64 padded_input;  // 1: rows lie at padded places, the rows between are padding
     const char* dh;
-    int64 dh_stride;  // strides are in bytes; from row to row where nothing else is said
+    int64 dh_stride;       // strides are in bytes; from row to row where nothing else is said
     const float* weights;  // null: 1
     const char* gate_up;
     int64 gate_up_stride;
@@ -172,7 +174,8 @@ template <typename Activation>
 constexpr int kBackwardBlocks = Activation::kUpPlusOne ? 2 : 3;
 
 template <typename Activation, typename Saved>
-__global__ void __launch_bounds__(kThreads, kBackwardBlocks<Activation>) swiglu_backward(const swiglu_backward_params p) {
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks<Activation>)
+    swiglu_backward(const swiglu_backward_params p) {
     SwigluBackwardShared& shared = dynamic_shared<SwigluBackwardShared>();
     constexpr int kRowsAWarp = kTileRows / (kThreads / kLanes);
     const uint32 column_tiles = static_cast<uint32>(p.width / kTileColumns);
@@ -190,7 +193,8 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Activation>) swiglu_
 
     // ---- rows ----
     {
-        const ActivationScalars scalars = {float_of(static_cast<uint32>(p.alpha)), float_of(static_cast<uint32>(p.limit))};
+        const ActivationScalars scalars = {float_of(static_cast<uint32>(p.alpha)),
+                                           float_of(static_cast<uint32>(p.limit))};
         const uint32 lowest = kFieldOfByte0 + static_cast<uint32>(p.lowest_scale);
         const int half_lane = lane % kHalfWarp;
         const int first_local = warp * kRowsAWarp + lane / kHalfWarp;
@@ -249,7 +253,8 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Activation>) swiglu_
                 *reinterpret_cast<uint2*>(to) = make_uint2(codes[i][0], codes[i][1]);
             }
             if (half_lane == 0) {
-                shared.field[local] = make_uint2(permute_bytes(field[kGateValues], field[kUpValues], 0x7632), field[kHValues]);
+                shared.field[local] =
+                    make_uint2(permute_bytes(field[kGateValues], field[kUpValues], 0x7632), field[kHValues]);
             }
             if (local < stored_rows) {
                 store_words(out, codes[kGateValues]);
@@ -284,7 +289,8 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Activation>) swiglu_
             }
             if (local < stored_rows) {
                 const int64 group = first_column / kFp8Group;
-                char* gate = p.row_scales + (place.first_row + local) * p.row_scales_stride + group * p.row_scales_group_stride;
+                char* gate =
+                    p.row_scales + (place.first_row + local) * p.row_scales_stride + group * p.row_scales_group_stride;
                 char* up = gate + p.width / kFp8Group * p.row_scales_group_stride;
                 *reinterpret_cast<uint32*>(gate) = ue8m0_scale_bits(field[kGateValues] - kFieldOfByte0);
                 *reinterpret_cast<uint32*>(up) = ue8m0_scale_bits(field[kUpValues] - kFieldOfByte0);
@@ -315,7 +321,8 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Activation>) swiglu_
     constexpr int kRowsALane = 16;
     const int row_group = lane % 8, word = 4 * warp + lane / 8;
     const int place_in_row = word ^ (4 * row_group);
-    const int64 run = place.number * kTileRows + row_group * kRowsALane;  // from a column's start to the lane's 16 bytes
+    const int64 run =
+        place.number * kTileRows + row_group * kRowsALane;  // from a column's start to the lane's 16 bytes
     const int64 column = first_column + word * 4;
 #pragma unroll
     for (int tensor = 0; tensor < kTensors; ++tensor) {
@@ -339,7 +346,8 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Activation>) swiglu_
                 }
             }
         }
-        uint8* base = tensor == kHValues ? p.h_col + place.padded_start * p.width : p.col + place.padded_start * p.width * 2;
+        uint8* base =
+            tensor == kHValues ? p.h_col + place.padded_start * p.width : p.col + place.padded_start * p.width * 2;
         base += (column + (tensor == kUpValues ? p.width : 0)) * place.padded_rows + run;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""The fused kernels on a GPU against their reference on the host, and what only a GPU can show: streams, graphs, size."""
+"""The fused kernels on a GPU against their reference on the host, and what only a GPU can show: streams, graphs,
+size."""
 
 import pytest
 import torch

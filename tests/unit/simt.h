@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Runs CUDA kernels as host code, for tests on machines without a GPU: every thread of a block is a fiber, blocks run one
-// after the other. What it knows of CUDA is what the kernels in ops/csrc use. Include it before any of their headers.
+// Runs CUDA kernels as host code, for tests on machines without a GPU: every thread of a block is a fiber, blocks run
+// one after the other. What it knows of CUDA is what the kernels in ops/csrc use. Include it before any of their
+// headers.
 //
-// A shuffle, a vote or a barrier waits until all threads of the warp or block have come to it; if they cannot, because one
-// has left or waits elsewhere, the launch fails instead of hanging. Shared memory is poisoned before each block. Races between
-// barriers are not found: fibers switch only at those calls.
+// A shuffle, a vote or a barrier waits until all threads of the warp or block have come to it; if they cannot, because
+// one has left or waits elsewhere, the launch fails instead of hanging. Shared memory is poisoned before each block.
+// Races between barriers are not found: fibers switch only at those calls.
 #pragma once
 
 #include <ucontext.h>
@@ -30,8 +31,12 @@ struct uint2 {
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) {
+    return {x, y};
+}
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
+    return {x, y, z, w};
+}
 
 struct Dim {
     unsigned x;
@@ -69,7 +74,9 @@ inline std::function<void()> body;
 inline std::vector<unsigned char> shared_memory;
 inline Result result;
 
-inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+inline void yield() {
+    swapcontext(&fibers[current].context, &scheduler);
+}
 
 inline void meet(Meeting& meeting) {
     if (++meeting.arrived == meeting.expected) {
@@ -165,9 +172,15 @@ inline Result launch(unsigned grid, unsigned threads, size_t shared_bytes, std::
 
 }  // namespace simt
 
-inline void __trap() { simt::fail(simt::kTrap); }
-inline void __syncthreads() { simt::meet(simt::block); }
-inline void __syncwarp(unsigned = 0xFFFFFFFFu) { simt::meet(simt::warps[simt::current / simt::kWarp]); }
+inline void __trap() {
+    simt::fail(simt::kTrap);
+}
+inline void __syncthreads() {
+    simt::meet(simt::block);
+}
+inline void __syncwarp(unsigned = 0xFFFFFFFFu) {
+    simt::meet(simt::warps[simt::current / simt::kWarp]);
+}
 
 template <typename T>
 T __shfl_sync(unsigned, T value, int lane) {
@@ -215,9 +228,15 @@ template <typename T>
 T __ldg(const T* address) {
     return *address;
 }
-inline int __ffs(int value) { return __builtin_ffs(value); }
-inline int __clz(int value) { return value == 0 ? 32 : __builtin_clz(static_cast<unsigned>(value)); }
-inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline int __ffs(int value) {
+    return __builtin_ffs(value);
+}
+inline int __clz(int value) {
+    return value == 0 ? 32 : __builtin_clz(static_cast<unsigned>(value));
+}
+inline int __popc(unsigned value) {
+    return __builtin_popcount(value);
+}
 template <typename T>
 T min(T a, T b) {
     return b < a ? b : a;

@@ -2,8 +2,8 @@
 # ds_fp4 Team
 """The fused kernels themselves, run as host code thread by thread (simt.h), against their reference.
 
-The launch is the one of ds_fp4.ops, with its parameters and grid; the kernels are the headers that nvcc gets, with the plain C++
-beside each PTX instruction.
+The launch is the one of ds_fp4.ops, with its parameters and grid; the kernels are the headers that nvcc gets, with the
+plain C++ beside each PTX instruction.
 """
 
 import ctypes

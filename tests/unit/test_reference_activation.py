@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""swiglu_forward and swiglu_backward in PyTorch: against DeepSpeed's activations and autograd in FP64, and their layout."""
+"""swiglu_forward and swiglu_backward in PyTorch: against DeepSpeed's activations and autograd in FP64, and their
+layout."""
 
 import pytest
 import torch
