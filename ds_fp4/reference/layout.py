@@ -69,14 +69,22 @@ def check_out_rows(
     name: str, out: torch.Tensor | Pair, rows: int, k: int, row_format: str, device: torch.device
 ) -> None:
     """`out` is what `new_rows` would make, with any row strides; FP8 scales may be FP32 too."""
-    got_rows, got_k, got_device = check_rows(name, out, row_format)
-    if (got_rows, got_k) != (rows, k):
-        raise ValueError(f"{name} must have {rows} rows of {k} values, got {got_rows} of {got_k}")
-    if got_device != device:
-        raise ValueError(f"{name} must be on {device} like the input, got {got_device}")
-    for t in (out,) if row_format == "bf16" else out:
-        if t.shape[0] > 1 and t.stride(0) < t.shape[1]:
-            raise ValueError(f"{name} must not have rows that overlap, got strides {tuple(t.stride())}")
+    if row_format == "bf16":
+        parts = [(name, out, (torch.bfloat16,), k)]
+    elif not isinstance(out, (tuple, list)) or len(out) != 2:
+        names = "(packed, scales)" if row_format == "mxfp4" else "(q, scales)"
+        raise ValueError(f"{name} must be the pair {names} for format {row_format!r}, got {type(out).__name__}")
+    elif row_format == "mxfp4":
+        byte = (torch.uint8,)
+        parts = [(f"{name}'s packed", out[0], byte, k // 2), (f"{name}'s scales", out[1], byte, k // MXFP4_BLOCK)]
+    else:
+        groups = -(-k // FP8_GROUP)
+        parts = [(f"{name}'s q", out[0], e4m3.CODE_DTYPES, k), (f"{name}'s scales", out[1], ue8m0.SCALE_DTYPES, groups)]
+    for part, t, dtypes, columns in parts:
+        checks.check_tensor(part, t, dtypes, device, 2)
+        checks.check_shape(part, t, (rows, columns))
+        if rows > 1 and t.stride(0) < columns:
+            raise ValueError(f"{part} must not have rows that overlap, got strides {tuple(t.stride())}")
 
 
 def quantize_fp8_rows(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, lowest_exponent: int) -> None:

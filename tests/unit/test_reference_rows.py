@@ -109,3 +109,31 @@ def test_gather_from_nothing():
 def test_bad_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_out_is_written_whatever_it_held():
+    """FP8 outputs with FP32 scales that are no powers of two yet; MXFP4 and BF16 outputs with gaps between rows."""
+    rows = torch.randn(9, 256).bfloat16()
+    offsets, indices = checks.random_lists(5, 9, 4, seed=0)
+    expected = reference.combine_rows(rows, offsets, indices, out_format="fp8")
+    out = (torch.empty(5, 256, dtype=torch.float8_e4m3fn), torch.full((5, 2), 0.3))
+    got = reference.combine_rows(rows, offsets, indices, out_format="fp8", out=out)
+    assert got[1].data_ptr() == out[1].data_ptr()
+    checks.assert_same("q", got[0], expected[0])
+    assert torch.equal(got[1], torch.exp2(expected[1].float() - 127))
+
+
+@pytest.mark.parametrize(
+    "out_format, out, message",
+    [
+        ("bf16", torch.zeros(4, 32), "torch.bfloat16"),
+        ("bf16", torch.zeros(3, 32).bfloat16(), r"shape \(4, 32\)"),
+        ("fp8", torch.zeros(4, 32).bfloat16(), "pair"),
+        ("mxfp4", (torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 1)), "scales must be torch.uint8"),
+        ("bf16", torch.zeros(1, 32).bfloat16().expand(4, 32), "overlap"),
+    ],
+)
+def test_bad_out(out_format, out, message):
+    rows, lists = torch.zeros(3, 32).bfloat16(), torch.zeros(4, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        reference.combine_rows(rows, None, lists, out_format=out_format, out=out)
