@@ -79,7 +79,10 @@ def check_out_rows(
         parts = [(f"{name}'s packed", out[0], byte, k // 2), (f"{name}'s scales", out[1], byte, k // MXFP4_BLOCK)]
     else:
         groups = -(-k // FP8_GROUP)
-        parts = [(f"{name}'s q", out[0], e4m3.CODE_DTYPES, k), (f"{name}'s scales", out[1], ue8m0.SCALE_DTYPES, groups)]
+        parts = [
+            (f"{name}'s q", out[0], e4m3.CODE_DTYPES, k),
+            (f"{name}'s scales", out[1], ue8m0.SCALE_DTYPES, groups),
+        ]
     for part, t, dtypes, columns in parts:
         checks.check_tensor(part, t, dtypes, device, 2)
         checks.check_shape(part, t, (rows, columns))
