@@ -268,7 +268,8 @@ def combine_rows(
         "rounding": formats.SCALE_ROUNDINGS[scale_rounding],
     }
     vector = width % 8 == 0 and aligned(data, _UNIT_BYTES[row_format]) and aligned(out_data, _UNIT_BYTES[out_format])
-    template = f"{_ROW_TYPES[row_format]}, {_ROW_TYPES[out_format]}, {'true' if vector else 'false'}"
+    flags = ", ".join("true" if flag else "false" for flag in (weights is not None, vector))
+    template = f"{_ROW_TYPES[row_format]}, {_ROW_TYPES[out_format]}, {flags}"
     device = data.device.index
     launch(KERNELS["combine_rows"], template, _row_grid(count, chunks_a_row, device), values, device)
     return out

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,7 @@ CHUNK_VALUES = 512  # kChunkValues, csrc/stored_rows.cuh
 GATHER_UNITS = 4 * THREADS  # kGatherSteps, csrc/gather_rows.cuh
 _ACTIVATIONS = ("Swiglu", "SwigluClamped", "SwigluOai", "GegluTanh")
 _STORED_ROWS = ("Bf16Rows", "Mxfp4Rows", "Fp8Rows")
+_BOOL = ("false", "true")
 
 _FUSED_KERNELS = (
     Kernel(
@@ -109,7 +111,10 @@ _FUSED_KERNELS = (
             "x_stride", "x_scales", "x_scales_stride", "x_scale_bytes", "out", "out_stride", "out_scales",
             "out_scales_stride", "out_scale_bytes", "rounding",
         ),
-        tuple(f"{a}, {b}, {v}" for a in _STORED_ROWS for b in _STORED_ROWS for v in ("true", "false")),
+        tuple(
+            f"{rows}, {out}, {weighted}, {vector}"
+            for rows, out, weighted, vector in itertools.product(_STORED_ROWS, _STORED_ROWS, _BOOL, _BOOL)
+        ),
     ),
 )  # fmt: skip
 

@@ -43,37 +43,64 @@ struct CombineUnit {
     uint32 scale;  // as it is stored
 };
 
-// This lane's units of an input row; zeros for row -1 and past the row's end. `x` and `scales` point at row 0.
+// Where this lane reads of an input row: its first address in row 0, and how far on its unit of the other step is.
 template <typename In, bool kVector>
-DS_FP4_DEVICE void load_combine_units(const combine_rows_params& p, const char* x, const char* scales, int row,
-                                      const Chunks& chunks, CombineUnit<In> (&unit)[kChunkSteps]) {
-    // Row strides fit 32 bits, and so one multiplication.
-    const uint64 offset = static_cast<uint64>(static_cast<uint32>(row)) * static_cast<uint32>(p.x_stride);
-    const uint64 scales_offset =
-        static_cast<uint64>(static_cast<uint32>(row)) * static_cast<uint32>(p.x_scales_stride);
-#pragma unroll
-    for (int step = 0; step < kChunkSteps; ++step) {
-#pragma unroll
-        for (int i = 0; i < In::kWords; ++i) {
-            unit[step].word[i] = 0;
+struct CombineReader {
+    static_assert(kChunkSteps == 2, "one other step");
+    const char* x;
+    const char* scales;
+    uint32 stride, scales_stride;  // row strides fit 32 bits, and so one multiplication
+    int second, second_scale;
+    bool fp32_scales;
+
+    DS_FP4_DEVICE CombineReader(const combine_rows_params& p, const Chunks& chunks) {
+        stride = static_cast<uint32>(p.x_stride);
+        scales_stride = static_cast<uint32>(p.x_scales_stride);
+        fp32_scales = In::kUnitBytes != 4 && p.x_scale_bytes == 4;
+        // Past the row's end another unit stands in, for nothing: loads need no condition then.
+        const int64 first = !kVector || chunks.has_unit(0) ? chunks.first : 0;
+        const bool has_second = !kVector || chunks.has_unit(1);
+        x = p.x + first / kUnit * In::kUnitBytes;
+        second = has_second ? kStepValues / kUnit * In::kUnitBytes : 0;
+        scales = p.x_scales;
+        second_scale = 0;
+        if constexpr (In::kScaled) {
+            const int scale_bytes = fp32_scales ? 4 : 1;
+            scales += first / In::kScaleValues * scale_bytes;
+            second_scale = has_second ? kStepValues / In::kScaleValues * scale_bytes : 0;
         }
-        unit[step].scale = 1;
-        if (row >= 0 && chunks.has_unit(step)) {
+    }
+
+    // Zeros for row -1.
+    DS_FP4_DEVICE void load(int row, const Chunks& chunks, CombineUnit<In> (&unit)[kChunkSteps]) const {
+#pragma unroll
+        for (int step = 0; step < kChunkSteps; ++step) {
+#pragma unroll
+            for (int i = 0; i < In::kWords; ++i) {
+                unit[step].word[i] = 0;
+            }
+            unit[step].scale = fp32_scales ? 0x3F800000u : 127;  // 1
+        }
+        if (row < 0) {
+            return;
+        }
+        const char* from = x + static_cast<uint64>(static_cast<uint32>(row)) * stride;
+        const char* scale = scales + static_cast<uint64>(static_cast<uint32>(row)) * scales_stride;
+#pragma unroll
+        for (int step = 0; step < kChunkSteps; ++step) {
+            if (!kVector && !chunks.has_unit(step)) {
+                continue;
+            }
             const int elements = In::kUnitBytes == 4 ? kUnit / 2 : chunks.valid(step);
-            load_unit<kVector, typename In::Element>(x + offset + step * (kStepValues / kUnit) * In::kUnitBytes,
-                                                     elements, unit[step].word);
+            load_unit<kVector, typename In::Element>(step == 0 ? from : from + second, elements, unit[step].word);
             if constexpr (In::kScaled) {
-                const char* address = scales + scales_offset;
-                constexpr int kStepScales = kStepValues / In::kScaleValues;
-                if (In::kUnitBytes == 4 || p.x_scale_bytes == 1) {
-                    unit[step].scale = __ldg(reinterpret_cast<const uint8*>(address) + step * kStepScales);
-                } else {
-                    unit[step].scale = __ldg(reinterpret_cast<const uint32*>(address) + step * kStepScales);
-                }
+                const char* at = step == 0 ? scale : scale + second_scale;
+                unit[step].scale = fp32_scales ? __ldg(reinterpret_cast<const uint32*>(at))
+                                               : __ldg(reinterpret_cast<const uint8*>(at));
             }
         }
     }
-}
+};
 
 // A sum as it is written.
 template <typename Out>
@@ -110,21 +137,16 @@ struct SumUnit {
 
 // Blocks on a multiprocessor, by what the registers allow.
 template <typename In, bool kVector>
-constexpr int kCombineBlocks = kVector && In::kWords != 2 ? kMinBlocks : kMinBlocks - 1;
+constexpr int kCombineBlocks = kVector && !In::kScaled ? kMinBlocks : kMinBlocks - 1;
 
-template <typename In, typename Out, bool kVector>
+template <typename In, typename Out, bool kWeighted, bool kVector>
 __global__ void __launch_bounds__(kThreads, (kCombineBlocks<In, kVector>)) combine_rows(const combine_rows_params p) {
     const int lane = threadIdx.x % kLanes;
     const uint32 rounding = static_cast<uint32>(p.rounding);
     const Chunks chunks(p.width, p.chunks_a_row);
+    const CombineReader<In, kVector> reader(p, chunks);
     int64 row = chunks.first_row;
-    const int64 first_unit = chunks.first / kUnit;
-    const char* x = p.x + first_unit * In::kUnitBytes;
-    const char* x_scales = p.x_scales;
-    if constexpr (In::kScaled) {
-        x_scales += chunks.first / In::kScaleValues * (In::kUnitBytes == 4 ? 1 : p.x_scale_bytes);
-    }
-    char* out = p.out + row * p.out_stride + first_unit * Out::kUnitBytes;
+    char* out = p.out + row * p.out_stride + chunks.first / kUnit * Out::kUnitBytes;
     char* out_scales = p.out_scales + row * p.out_scales_stride;
     if constexpr (Out::kScaled) {
         out_scales += chunks.first / Out::kScaleValues * (Out::kUnitBytes == 4 ? 1 : p.out_scale_bytes);
@@ -144,20 +166,19 @@ __global__ void __launch_bounds__(kThreads, (kCombineBlocks<In, kVector>)) combi
             end = __ldg(p.offsets + row + 1);
         }
         for (; first < end; first += kLanes) {
-            int entries = static_cast<int>(min(end - first, static_cast<int64>(kLanes)));
             int own_row = -1;
             float own_weight = 0.0f;
-            if (lane < entries) {
+            if (first + lane < end) {
                 own_row = __ldg(p.indices + first + lane);
                 if (own_row >= p.input_rows) {
                     __trap();  // reading there would be worse than stopping
                 }
-                if (p.weights != nullptr && own_row >= 0) {
+                if (kWeighted && own_row >= 0) {
                     own_weight = __ldg(p.weights + first + lane);
                 }
             }
             // A list may end in entries of -1.
-            entries = kLanes - __clz(static_cast<int>(__ballot_sync(kAllLanes, own_row >= 0)));
+            const int entries = kLanes - __clz(static_cast<int>(__ballot_sync(kAllLanes, own_row >= 0)));
 #pragma unroll 1
             for (int entry = 0; entry < entries; entry += kRowsInFlight) {
                 CombineUnit<In> unit[kRowsInFlight][kChunkSteps];
@@ -165,30 +186,42 @@ __global__ void __launch_bounds__(kThreads, (kCombineBlocks<In, kVector>)) combi
                 for (int i = 0; i < kRowsInFlight; ++i) {
                     // Past the list's end a lane holds -1; past the warp's end there is no lane.
                     static_assert(kLanes % kRowsInFlight == 0, "entries come in whole batches");
-                    const int from = __shfl_sync(kAllLanes, own_row, entry + i);
-                    load_combine_units<In, kVector>(p, x, x_scales, from, chunks, unit[i]);
+                    reader.load(__shfl_sync(kAllLanes, own_row, entry + i), chunks, unit[i]);
                 }
+                // One look at all scales together: nearly always they are plain.
+                bool plain = true;
+                uint32 scale[kRowsInFlight][kChunkSteps];
 #pragma unroll
                 for (int i = 0; i < kRowsInFlight; ++i) {
-                    const float weight = __shfl_sync(kAllLanes, own_weight, entry + i);
 #pragma unroll
                     for (int step = 0; step < kChunkSteps; ++step) {
                         const uint32 stored = unit[i][step].scale;
-                        uint32 scale = 0;
-                        if constexpr (In::kScaled) {
-                            scale = In::kUnitBytes == 4 || p.x_scale_bytes == 1 ? ue8m0_scale_bits(stored)
-                                                                                : fp32_scale_bits(stored);
-                        }
-                        if (p.weights == nullptr) {
-                            In::add(unit[i][step].word, scale, sum[step]);
-                        } else {
-                            const Floats8 values = In::decode(unit[i][step].word, scale);
+                        scale[i][step] = reader.fp32_scales ? stored & kInfinityBits : stored << 23;
+                        plain = plain && In::is_plain(unit[i][step].word, scale[i][step]);
+                    }
+                }
+                float weight[kRowsInFlight];
 #pragma unroll
-                            for (int j = 0; j < kUnit; ++j) {
-                                // Two roundings, as in the reference.
-                                const float product = multiply(float_at(values, j), weight);
-                                sum[step].word[j] = bits_of(float_at(sum[step], j) + product);
-                            }
+                for (int i = 0; i < kRowsInFlight; ++i) {
+                    weight[i] = kWeighted ? __shfl_sync(kAllLanes, own_weight, entry + i) : 1.0f;
+                }
+                if (plain) {
+#pragma unroll
+                    for (int i = 0; i < kRowsInFlight; ++i) {
+#pragma unroll
+                        for (int step = 0; step < kChunkSteps; ++step) {
+                            In::template add<kWeighted>(unit[i][step].word, scale[i][step], weight[i], sum[step]);
+                        }
+                    }
+                } else {
+#pragma unroll
+                    for (int i = 0; i < kRowsInFlight; ++i) {
+#pragma unroll
+                        for (int step = 0; step < kChunkSteps; ++step) {
+                            const uint32 stored = unit[i][step].scale;
+                            const uint32 bits =
+                                reader.fp32_scales ? fp32_scale_bits(stored) : ue8m0_scale_bits(stored);
+                            add_values<kWeighted>(In::decode(unit[i][step].word, bits), weight[i], sum[step]);
                         }
                     }
                 }
@@ -196,6 +229,13 @@ __global__ void __launch_bounds__(kThreads, (kCombineBlocks<In, kVector>)) combi
         }
 #pragma unroll
         for (int step = 0; step < kChunkSteps; ++step) {
+            if (Out::kWords == 2 && !chunks.has_unit(step)) {
+                // A short group's other lanes must not take part in its maximum.
+#pragma unroll
+                for (int i = 0; i < kUnit; ++i) {
+                    sum[step].word[i] = 0;
+                }
+            }
             SumUnit<Out> unit;
             unit.encode(sum[step], rounding);
             if (chunks.has_unit(step)) {

@@ -31,8 +31,9 @@ namespace ds_fp4 {
         DS_FP4_SHARED_ENTRY(kSwigluBackwardSharedBytes, swiglu_backward<activation, Fp8Rows>), \
         DS_FP4_SHARED_ENTRY(kSwigluBackwardSharedBytes, swiglu_backward<activation, Bf16Rows>)
 
-#define DS_FP4_COMBINE_TO(in, out) \
-    DS_FP4_ENTRY(combine_rows<in, out, true>), DS_FP4_ENTRY(combine_rows<in, out, false>)
+#define DS_FP4_COMBINE_TO(in, out)                                                                       \
+    DS_FP4_ENTRY(combine_rows<in, out, false, true>), DS_FP4_ENTRY(combine_rows<in, out, false, false>), \
+        DS_FP4_ENTRY(combine_rows<in, out, true, true>), DS_FP4_ENTRY(combine_rows<in, out, true, false>)
 #define DS_FP4_COMBINE(in) \
     DS_FP4_COMBINE_TO(in, Bf16Rows), DS_FP4_COMBINE_TO(in, Mxfp4Rows), DS_FP4_COMBINE_TO(in, Fp8Rows)
 

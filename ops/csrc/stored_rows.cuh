@@ -116,6 +116,16 @@ struct Same<A, A> {
     static constexpr bool value = true;
 };
 
+// sum += values * weight. The product is rounded before it is added, as in the reference.
+template <bool kWeighted>
+DS_FP4_HD void add_values(const Floats8& values, float weight, Floats8& sum) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float value = kWeighted ? multiply(float_at(values, i), weight) : float_at(values, i);
+        sum.word[i] = bits_of(float_at(sum, i) + value);
+    }
+}
+
 struct NoRows {};
 
 struct Bf16Rows {
@@ -140,13 +150,11 @@ struct Bf16Rows {
         b_values = decode(b, 0);
     }
 
-    // sum += values
-    DS_FP4_HD static void add(const uint32 (&word)[4], uint32, Floats8& sum) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const uint32 bits = i % 2 == 0 ? word[i / 2] << 16 : word[i / 2] & 0xFFFF0000u;
-            sum.word[i] = bits_of(float_of(sum.word[i]) + float_of(bits));
-        }
+    DS_FP4_HD static bool is_plain(const uint32 (&)[4], uint32) { return true; }
+
+    template <bool kWeighted>
+    DS_FP4_HD static void add(const uint32 (&word)[4], uint32, float weight, Floats8& sum) {
+        add_values<kWeighted>(decode(word, 0), weight, sum);
     }
 };
 
@@ -181,26 +189,27 @@ struct ScaledRows {
         }
     }
 
+    // Whether `add` may take codes under a scale (FP32 bits): a normal number under which no code is too large.
     template <int kCount>
-    DS_FP4_HD static void add(const uint32 (&word)[kCount], uint32 scale, Floats8& sum) {
-        if (scale > kLargestSafeBits || Codes::has_nan(word)) {  // rare
-            const Floats8 values = decode(word, scale);
+    DS_FP4_HD static bool is_plain(const uint32 (&word)[kCount], uint32 scale) {
+        constexpr uint32 kSmallest = 0x00800000u;
+        return scale - kSmallest <= kLargestSafeBits - kSmallest && !Codes::has_nan(word);
+    }
+
+    // sum += codes * scale * weight.
+    template <bool kWeighted, int kCount>
+    DS_FP4_HD static void add(const uint32 (&word)[kCount], uint32 scale, float weight, Floats8& sum) {
+        if constexpr (kWeighted) {
+            add_values<true>(products(word, scale), weight, sum);
+        } else {
+            // The product is exact, so that the sum is rounded once, fused or not.
+            uint32 value[4];
+            Codes::to_fp16(word, value);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                sum.word[i] = bits_of(float_of(sum.word[i]) + float_of(values.word[i]));
+                const float code = i % 2 == 0 ? Fp16::low(value[i / 2]) : Fp16::high(value[i / 2]);
+                sum.word[i] = bits_of(fused_multiply_add(code, float_of(scale), float_at(sum, i)));
             }
-            return;
-        }
-        uint32 value[4];
-        Codes::to_fp16(word, value);
-        // The product is exact, so that the sum is rounded once, fused or not.
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float low = fused_multiply_add(Fp16::low(value[i]), float_of(scale), float_of(sum.word[2 * i]));
-            const float high =
-                fused_multiply_add(Fp16::high(value[i]), float_of(scale), float_of(sum.word[2 * i + 1]));
-            sum.word[2 * i] = bits_of(low);
-            sum.word[2 * i + 1] = bits_of(high);
         }
     }
 

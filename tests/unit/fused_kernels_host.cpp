@@ -36,7 +36,9 @@ Launch launcher(void (*kernel)(Params), size_t shared_bytes = 0) {
 
 #define ENTRY(...) {#__VA_ARGS__, launcher(&__VA_ARGS__)}
 #define BACKWARD(...) {#__VA_ARGS__, launcher(&__VA_ARGS__, kSwigluBackwardSharedBytes)}
-#define COMBINE(in, out) ENTRY(combine_rows<in, out, true>), ENTRY(combine_rows<in, out, false>)
+#define COMBINE(in, out)                                                                   \
+    ENTRY(combine_rows<in, out, false, true>), ENTRY(combine_rows<in, out, false, false>), \
+        ENTRY(combine_rows<in, out, true, true>), ENTRY(combine_rows<in, out, true, false>)
 
 // Not every activation with every format: what these are made of is the same.
 const std::unordered_map<std::string, Launch> kLaunches = {
