@@ -103,7 +103,7 @@ def quantize_fp8_rows(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, lo
     amax = magnitude.view(m, k // FP8_GROUP, FP8_GROUP).amax(-1)
     finite = amax <= _BF16_LARGEST_BITS
     exponent = fp8_exponents(fp32.ordered(amax)).masked_fill_(~finite, lowest_exponent).clamp_(min=lowest_exponent)
-    codes = e4m3.encode_scaled(fp32.scaled(magnitude, exponent, FP8_GROUP), bits)
+    codes = e4m3.encode_scaled(fp32.scale(magnitude, amax, exponent, FP8_GROUP), bits)
     codes = codes.view(m, k // FP8_GROUP, FP8_GROUP).masked_fill_(~finite[..., None], e4m3.E4M3_NAN)
     q.view(torch.uint8).copy_(codes.view(m, k))
     ue8m0.store(exponent, scales)
