@@ -74,7 +74,6 @@ CHUNK_VALUES = 512  # kChunkValues, csrc/stored_rows.cuh
 GATHER_UNITS = 4 * THREADS  # kGatherSteps, csrc/gather_rows.cuh
 _ACTIVATIONS = ("Swiglu", "SwigluClamped", "SwigluOai", "GegluTanh")
 _STORED_ROWS = ("Bf16Rows", "Mxfp4Rows", "Fp8Rows")
-_BOOL = ("false", "true")
 
 _FUSED_KERNELS = (
     Kernel(
@@ -113,7 +112,9 @@ _FUSED_KERNELS = (
         ),
         tuple(
             f"{rows}, {out}, {weighted}, {vector}"
-            for rows, out, weighted, vector in itertools.product(_STORED_ROWS, _STORED_ROWS, _BOOL, _BOOL)
+            for rows, out, weighted, vector in itertools.product(
+                _STORED_ROWS, _STORED_ROWS, ("false", "true"), ("true", "false")
+            )
         ),
     ),
 )  # fmt: skip
