@@ -163,6 +163,7 @@ def swiglu_backward(
         "group_sizes": group_sizes.data_ptr(),
         "groups": group_sizes.shape[0],
         "padded_input": int(padded_input),
+        "tiles": padded_rows // formats.FP8_GROUP,
         "dh": dh.data_ptr(),
         "dh_stride": row_stride(dh),
         "weights": _pointer(weights),

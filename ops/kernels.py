@@ -88,7 +88,7 @@ _FUSED_KERNELS = (
     Kernel(
         "swiglu_backward",
         (
-            "rows", "width", "group_sizes", "groups", "padded_input", "dh", "dh_stride", "weights", "gate_up",
+            "rows", "width", "group_sizes", "groups", "padded_input", "tiles", "dh", "dh_stride", "weights", "gate_up",
             "gate_up_stride", "up_offset", "gate_up_scales", "gate_up_scales_stride", "up_scales_offset", "alpha",
             "limit", "lowest_scale", "row", "row_stride", "row_scales", "row_scales_stride",
             "row_scales_group_stride", "col", "col_scales", "col_scales_stride", "col_scales_tile_stride", "h_col",

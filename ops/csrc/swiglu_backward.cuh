@@ -45,6 +45,7 @@ struct swiglu_backward_params {
     const int* group_sizes;
     int64 groups;
     int64 padded_input;  // 1: rows lie at padded places, the rows between are padding
+    int64 tiles;         // of 128 padded rows
     const char* dh;
     int64 dh_stride;       // strides are in bytes; from row to row where nothing else is said
     const float* weights;  // null: 1
@@ -75,6 +76,7 @@ struct swiglu_backward_params {
 
 constexpr int kTileColumns = 128;
 constexpr int kRowWords = kTileColumns / 4;
+constexpr uint32 kStripTiles = 8;
 constexpr int kHalfWarp = kLanes / 2;
 constexpr int kGateValues = 0, kUpValues = 1, kHValues = 2, kTensors = 3;
 
@@ -180,8 +182,19 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Activation>)
     SwigluBackwardShared& shared = dynamic_shared<SwigluBackwardShared>();
     constexpr int kRowsAWarp = kTileRows / (kThreads / kLanes);
     const uint32 column_tiles = static_cast<uint32>(p.width / kTileColumns);
-    const int64 tile = blockIdx.x / column_tiles;
-    const int64 first_column = static_cast<int64>(blockIdx.x % column_tiles) * kTileColumns;
+    // Blocks go down a strip of tiles before they go on to the next columns: what they write of one column lies side
+    // by side.
+    const uint32 strip = blockIdx.x / (column_tiles * kStripTiles);
+    const uint32 in_strip = blockIdx.x - strip * (column_tiles * kStripTiles);
+    const uint32 strip_start = strip * kStripTiles;
+    uint32 column_tile = in_strip / kStripTiles, tile_in_strip = in_strip % kStripTiles;
+    if (strip_start + kStripTiles > p.tiles) {
+        const uint32 strip_tiles = static_cast<uint32>(p.tiles) - strip_start;
+        column_tile = in_strip / strip_tiles;
+        tile_in_strip = in_strip % strip_tiles;
+    }
+    const int64 tile = strip_start + tile_in_strip;
+    const int64 first_column = static_cast<int64>(column_tile) * kTileColumns;
     const GroupTile place = find_tile(p.group_sizes, static_cast<int>(p.groups), tile, p.padded_input != 0);
     if (place.valid == 0) {
         return;

@@ -149,3 +149,8 @@ def test_routing(kind, ranks, local_experts, k):
 def test_routing_many_blocks(tokens, monkeypatch):
     monkeypatch.setattr(routing, "_ROWS_A_BLOCK", 8)
     check_exchange("cpu", "uniform", tokens, 2, 4, dtype=torch.int32)
+
+
+def test_swiglu_backward_strips():
+    """More tiles than a strip has, and a last strip that is shorter."""
+    checks.check_swiglu_backward("cpu", [700, 1, 500], 256, gate_up_format="bf16")
