@@ -17,12 +17,16 @@ from ds_fp4.ops.backends import describe_kernels, load_kernels
 from ds_fp4.ops.conversions import (
     bf16_to_fp4_row,
     bf16_to_fp8_row,
+    bf16_to_fp8_row_and_col,
     fp4_row_to_bf16,
     fp4_row_to_fp8_col,
     fp4_row_to_fp8_row,
     fp8_row_to_bf16,
     fp8_row_to_fp4_row,
     fp8_row_to_fp8_col,
+    fp8_row_to_fp8_row,
+    split_weight_gradient,
+    weight_to_fp8,
 )
 from ds_fp4.ops.fused import combine_rows, gather_rows, swiglu_backward, swiglu_forward
 from ds_fp4.ops.routing import (
@@ -37,6 +41,7 @@ from ds_fp4.ops.routing import (
 __all__ = [
     "bf16_to_fp4_row",
     "bf16_to_fp8_row",
+    "bf16_to_fp8_row_and_col",
     "combine_rows",
     "describe_kernels",
     "fp4_row_to_bf16",
@@ -45,6 +50,7 @@ __all__ = [
     "fp8_row_to_bf16",
     "fp8_row_to_fp4_row",
     "fp8_row_to_fp8_col",
+    "fp8_row_to_fp8_row",
     "gather_gradients",
     "gather_rows",
     "load_kernels",
@@ -53,6 +59,8 @@ __all__ = [
     "plan_send",
     "return_gradients",
     "routing_bytes",
+    "split_weight_gradient",
     "swiglu_backward",
     "swiglu_forward",
+    "weight_to_fp8",
 ]

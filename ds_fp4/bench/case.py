@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""One kernel at one shape, as a benchmark measures it."""
+"""One row of `ds-fp4 bench kernels`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from dataclasses import dataclass
 
 import torch
 
-# What a case makes: the call, the bytes it must move (each input read once, each output written once), and another way
-# to the same result to compare with, if there is one.
-Made = tuple[Callable[[], object], int, Callable[[], object] | None]
+Run = Callable[[], object]
+# What a case makes: the call, the bytes it must move, and what to compare it with.
+Made = tuple[Run, int, Run | None]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel at a shape.
+    """A kernel at one shape.
 
     Attributes:
-        name: of the call, with what it is told apart by.
-        shapes: for people: "[65536, 2048], 32 experts".
-        make: builds inputs and outputs on a device, and calls on them. Everything is random data. Each call of `make`
-            gives fresh tensors, so that a benchmark may rotate among several sets.
-        peer: what the third part of `make`'s result is, "torch eager".
+        name: of the call, with what it is told apart by, as `--only` matches it.
+        shapes: for people, "[32768, 7168]".
+        make: given a CUDA device, makes random inputs and returns what to time, the bytes that must move (each input
+            read once, each output written once) and what to compare it with, or None. Must not time anything itself.
+            Each call makes fresh tensors.
+        peer: what it is compared with, "torch eager", where that needs saying.
     """
 
     name: str

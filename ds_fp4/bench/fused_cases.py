@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""Benchmark cases of the fused and routing kernels: `CASES`.
+"""`ds-fp4 bench kernels`: the fused and routing kernels.
 
 Bytes are what must move: each input read once (a gathered row each time it is gathered), each output written once.
 Index lists and scales count too.
@@ -181,6 +181,35 @@ def make_plan_receive(device: torch.device, tokens: int, k: int, local_experts: 
     return run, _bytes(routing, *received), None
 
 
+def make_gather_gradients(device: torch.device, tokens: int, k: int, local_experts: int) -> Made:
+    """All tokens' experts on one rank."""
+    ids, scores = _random_ids(device, tokens, k, local_experts), torch.rand(tokens, k, device=device)
+    plan = ops.plan_send(ids, 1, local_experts)
+    routing = ops.pack_routing(ids, scores, plan.tokens, plan.records, local_experts)
+    padded = sum(formats.padded_sizes(plan.table[0, :-1].tolist()))
+    places = ops.plan_receive(routing, k, local_experts, padded).places
+    gradients = torch.rand(padded, device=device)
+    out = ops.gather_gradients(gradients, places)
+
+    def run():
+        return ops.gather_gradients(gradients, places, out=out)
+
+    return run, _bytes(gradients, places, out), None
+
+
+def make_return_gradients(device: torch.device, tokens: int, k: int, ranks: int, local_experts: int) -> Made:
+    ids = _random_ids(device, tokens, k, ranks * local_experts)
+    plan = ops.plan_send(ids, ranks, local_experts)
+    gradients = torch.rand(int(plan.table[:, -1].sum()), k, device=device)
+    out = ops.return_gradients(ids, plan.records, gradients, local_experts)
+
+    def run():
+        return ops.return_gradients(ids, plan.records, gradients, local_experts)
+
+    # Of the gradients' k slots a record, those in use: one for each of a token's experts.
+    return run, _bytes(ids, plan.records, out, out), None
+
+
 def _shape(*numbers: int) -> str:
     return "[" + ", ".join(str(n) for n in numbers) + "]"
 
@@ -228,15 +257,21 @@ def _other_cases() -> list[Case]:
         _case("swiglu_backward mxfp4", f"{shape}, Zipf, 2 empty", backward, ragged, width, "mxfp4", peer=eager),
         _case("swiglu_backward mxfp4 geglu_tanh", shape, backward, even, width, "mxfp4", "geglu_tanh"),
         _case("swiglu_backward mxfp4 swiglu_oai", shape, backward, even, width, "mxfp4", "swiglu_oai"),
-        _case("swiglu_forward save=mxfp4", _shape(256, 2 * width), make_swiglu_forward, 256, width, "mxfp4"),
-        _case("swiglu_backward mxfp4", _shape(256, width), backward, [128, 128], width, "mxfp4"),
-        _case("combine_rows bf16->mxfp4 x2", _shape(256, 7168), make_combine, 256, 7168, 2, "bf16", "mxfp4"),
-        _case("gather_rows", f"{_shape(256, 3808)} bytes", make_gather, 256, 3808, 1.0),
+        _case(
+            "swiglu_forward save=mxfp4", f"{_shape(256, 2 * width)} small", make_swiglu_forward, 256, width, "mxfp4"
+        ),
+        _case("swiglu_backward mxfp4", f"{_shape(256, width)} small", backward, [128, 128], width, "mxfp4"),
+        _case(
+            "combine_rows bf16->mxfp4 x2", f"{_shape(256, 7168)} small", make_combine, 256, 7168, 2, "bf16", "mxfp4"
+        ),
+        _case("gather_rows", f"{_shape(256, 3808)} bytes, small", make_gather, 256, 3808, 1.0),
         _case("plan_send", "8192 tokens, 8 of 256, 1 rank", make_plan_send, 8192, 8, 1, 256, peer=torch_plan),
         _case("plan_send", "16384 tokens, 8 of 256, 8 ranks", make_plan_send, 16384, 8, 8, 32, peer=torch_plan),
         _case("pack_routing", "8192 tokens, 8 of 256, 8 ranks", make_pack, 8192, 8, 8, 32),
         _case("plan_receive", "8192 records, 8 of 256", make_plan_receive, 8192, 8, 256),
         _case("plan_receive", "32768 records, 8 of 32", make_plan_receive, 32768, 8, 32),
+        _case("gather_gradients", "32768 records, 8 of 32", make_gather_gradients, 32768, 8, 32),
+        _case("return_gradients", "16384 tokens, 8 of 256, 8 ranks", make_return_gradients, 16384, 8, 8, 32),
     ]
 
 
