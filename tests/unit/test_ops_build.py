@@ -430,7 +430,7 @@ def test_what_an_install_builds(work, cuda_torch):
     assert output, errors
     name, sources, flags = json.loads(output)
     assert name == "ds_fp4.ops.fp4_kernels"
-    assert sorted(sources) == ["ops/csrc/binding.cpp", "ops/csrc/kernels.cu"]
+    assert sorted(sources) == ["ops/csrc/binding.cpp", "ops/csrc/fused_kernels.cu", "ops/csrc/kernels.cu"]
     assert "-gencode=arch=compute_90a,code=sm_90a" in flags
     assert "--use_fast_math" not in flags
 
