@@ -20,6 +20,7 @@ SOURCES = (torch.uint8, torch.float32)
 INDICES = ("none", "random", "absent", "empty")
 COLUMN_INDICES = ("none", "random", "absent")
 
+
 @pytest.fixture
 def device():
     return torch.device("cuda")
@@ -80,9 +81,7 @@ def test_bf16_to_fp4_row(kind, rows, k, seed, dtype, index, rounding, aligned):
 
 
 @sweep
-@given(
-    *values, fp8_widths, seeds, st.sampled_from(DTYPES), st.sampled_from(INDICES), st.sampled_from(SCALES), aligned
-)
+@given(*values, fp8_widths, seeds, st.sampled_from(DTYPES), st.sampled_from(INDICES), st.sampled_from(SCALES), aligned)
 def test_bf16_to_fp8_row(kind, rows, k, seed, dtype, index, scale, aligned):
     checks.check_bf16_to_fp8_row("cuda", kind, rows, k, seed, dtype, index, scale, aligned)
 
