@@ -51,9 +51,22 @@ class CheckpointOptions:
             raise ValueError(f"ds_fp4_exact={self.exact!r}: expected True or False")
 
     def checkpoint(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """`ds_fp4.checkpoint` with these options."""
-        return checkpoint(function, *args, ds_fp4_format=self.format, ds_fp4_exact=self.exact, ds_fp4_offload=self.offload,
-                          ds_fp4_scale_rounding=self.scale_rounding, **kwargs)
+        """`ds_fp4.checkpoint` with these options; inside another one only `function(*args)`, which is recomputed with it.
+
+        Args:
+            kwargs: PyTorch's options (`TORCH_OPTIONS`) only, so that a keyword of the function's cannot be taken for one.
+        """
+        if checkpoint_depth():
+            return function(*args)
+        return checkpoint(
+            function,
+            *args,
+            ds_fp4_format=self.format,
+            ds_fp4_exact=self.exact,
+            ds_fp4_offload=self.offload,
+            ds_fp4_scale_rounding=self.scale_rounding,
+            **kwargs,
+        )
 
 
 def checkpoint_depth() -> int:

@@ -16,7 +16,7 @@ from ds_fp4.integrations.seam import install_shim
 def find(model: torch.nn.Module) -> list[MoELayer]:
     """Every AutoEP layer of the model."""
     return [
-        MoELayer(name, module, hidden=module.hidden_size, ep_size=module.ep_size, implementation="AutoEP",
+        MoELayer(name, module, module.experts, hidden=module.hidden_size, ep_size=module.ep_size, implementation="AutoEP",
                  obstacle=_obstacle(module)) for name, module in model.named_modules()
         if isinstance(module, AutoEPMoELayer)
     ]

@@ -19,8 +19,9 @@ def find(model: torch.nn.Module) -> list[MoELayer]:
     for name, module in model.named_modules():
         if isinstance(module, MOELayer):
             # `MoE` holds its MOELayer as `deepspeed_moe`; users know the former's name.
-            found.append(MoELayer(name.removesuffix(".deepspeed_moe"), module, hidden=module.gate.wg.in_features,
-                                  ep_size=module.ep_size, implementation="deepspeed.moe.layer.MoE", obstacle=None))
+            found.append(MoELayer(name.removesuffix(".deepspeed_moe"), module, module.experts,
+                                  hidden=module.gate.wg.in_features, ep_size=module.ep_size,
+                                  implementation="deepspeed.moe.layer.MoE", obstacle=None))
     return found
 
 
