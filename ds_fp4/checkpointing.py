@@ -74,13 +74,21 @@ def checkpoint_depth() -> int:
     return getattr(_threads, "depth", 0)
 
 
+def recomputing() -> bool:
+    """Whether this thread is recomputing a `ds_fp4.checkpoint`."""
+    return getattr(_threads, "recomputing", False)
+
+
 @contextmanager
-def _inside() -> Iterator[None]:
+def _inside(recomputes: bool) -> Iterator[None]:
+    before = recomputing()
     _threads.depth = checkpoint_depth() + 1
+    _threads.recomputing = before or recomputes
     try:
         yield
     finally:
         _threads.depth -= 1
+        _threads.recomputing = before
 
 
 @contextmanager
@@ -268,6 +276,10 @@ def checkpoint(
     torch_options["use_reentrant"] = False
     if not torch.is_grad_enabled():
         return torch_checkpoint(function, *args, **torch_options, **kwargs)
+    contexts = (nullcontext(), nullcontext())
+    if "context_fn" in torch_options and not torch_options.get("debug"):
+        # Around the function only: a dispatch mode (selective checkpointing) must not see the unpacking before it.
+        contexts = torch_options.pop("context_fn")()
     while type(function) is functools.partial:
         function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
     arguments = _Arguments(packer_of_this_thread(Format(options.format, options.scale_rounding)), args, kwargs)
@@ -295,7 +307,9 @@ def checkpoint(
         mode = nullcontext()
         if selections is not None:
             mode = selections.recording() if is_forward else selections.replaying()
-        with _inside(), redirecting(redirect), mode:
+        with _inside(recomputes=not is_forward), redirecting(redirect), contexts[0 if is_forward else 1], mode:
             return function(*positional, **keyword)
+        raise RuntimeError("a context of context_fn suppressed an exception of the checkpointed function, which leaves nothing "
+                           "to return; let it pass")
 
     return torch_checkpoint(run, *kept, **torch_options)

@@ -31,6 +31,7 @@ from deepspeed.utils import logger
 
 from ds_fp4.checkpointing import TORCH_OPTIONS, CheckpointOptions, redirecting, redirection
 from ds_fp4.config import BLOCK, CheckpointingConfig, ConfigError
+from ds_fp4.integrations import classic
 from ds_fp4.integrations.layers import MoELayer
 from ds_fp4.integrations.seam import SeamError
 
@@ -306,6 +307,7 @@ def install(model: torch.nn.Module, targets: dict[str, torch.nn.Module], options
     _redirect_hugging_face(model, options)
     _hook_gradient_checkpointing_enable()
     _install_deepspeed_shim()
+    classic.keep_results_of_forward()
     installed = _Installed(model, options)
     for module in model.modules():
         if module is model or hasattr(module, "gradient_checkpointing_enable"):
