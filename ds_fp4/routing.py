@@ -14,6 +14,7 @@ Selections inside compiled or scripted functions are not seen.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 # Functions that return (values, indices): position of `dim` among the positional arguments, and its default.
-_VALUES_AND_INDICES = {"topk": (2, -1), "sort": (1, -1), "max": (1, None), "min": (1, None), "kthvalue": (2, -1)}
-_INDICES = ("argmax", "argmin", "argsort", "multinomial")
+_VALUES_AND_INDICES = {
+    "topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "max": (1, None), "min": (1, None), "kthvalue": (2, -1)
+}  # fmt: skip
+# Functions that return indices only, and are not differentiated. (argsort is, internally, a sort.)
+_INDICES = ("argmax", "argmin", "multinomial")
 _NAMES = {
     getattr(owner, name): name for name in (*_VALUES_AND_INDICES, *_INDICES) for owner in (torch, torch.Tensor)
 }  # fmt: skip
@@ -58,11 +62,21 @@ def _narrow(indices: torch.Tensor, limit: int) -> torch.Tensor:
     return indices.to(torch.int16 if limit <= 1 << 15 else torch.int32 if limit <= 1 << 31 else torch.int64)
 
 
+@dataclass(frozen=True)
+class _Made:
+    """One selection: the function, its input's shape, the dimension (None for functions that return indices only)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None
+    indices: torch.Tensor
+
+
 class Selections:
     """The selections of one forward, in order. `recording()` goes around the forward, `replaying()` around a recomputation."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[str, torch.Size, torch.Tensor]] = []
+        self._made: list[_Made] = []
 
     def recording(self) -> TorchFunctionMode:
         """Context that notes what is selected on this thread."""
@@ -71,14 +85,14 @@ class Selections:
     def replaying(self) -> TorchFunctionMode:
         """Context that hands out what was noted, from the first on.
 
-        Raises RoutingError in the selection whose kind or input shape is not that of the forward's.
+        Raises RoutingError at a selection whose function, input shape or dimension is not the forward's.
         """
         return _Replaying(self._made)
 
 
 class _Selecting(TorchFunctionMode):
 
-    def __init__(self, made: list[tuple[str, torch.Size, torch.Tensor]]) -> None:
+    def __init__(self, made: list[_Made]) -> None:
         super().__init__()
         self.made = made
 
@@ -115,33 +129,33 @@ class _Recording(_Selecting):
 
     def select(self, name, function, source, dim, args, kwargs):
         result = function(*args, **kwargs)
-        indices = result if dim is None else result[1]
-        self.made.append((name, source.shape, _narrow(indices.detach(), max(source.numel(), 1) if dim is None
-                                                      else max(source.shape[dim], 1) if source.dim() else 1)))
+        indices = result if isinstance(result, torch.Tensor) else result[1]
+        limit = source.numel() if dim is None or source.dim() == 0 else source.shape[dim]
+        self.made.append(_Made(name, tuple(source.shape), dim, _narrow(indices.detach(), limit)))
         return result
 
 
 class _Replaying(_Selecting):
 
-    def __init__(self, made: list[tuple[str, torch.Size, torch.Tensor]]) -> None:
+    def __init__(self, made: list[_Made]) -> None:
         super().__init__(made)
         self._next = 0
 
     def select(self, name, function, source, dim, args, kwargs):
-        expected = self.made[self._next][:2] if self._next < len(self.made) else None
-        if expected != (name, source.shape):
-            was = "none" if expected is None else f"{expected[0]} of shape {tuple(expected[1])}"
-            raise RoutingError(
-                f"selection {self._next + 1} of the recomputation is {name} of shape {tuple(source.shape)}, the forward's was "
-                f"{was}: the checkpointed function takes another path when it sees packed values, and would route tokens "
-                "to other experts. Set ds_fp4_exact=True (ds_fp4.checkpointing.exact), so that both see the same values."
-            )
-        indices = self.made[self._next][2].to(torch.int64)
+        made = self.made[self._next] if self._next < len(self.made) else None
         self._next += 1
+        if made is None or (made.name, made.shape, made.dim) != (name, tuple(source.shape), dim):
+            was = "none" if made is None else f"{made.name} of {made.shape}, dim {made.dim}"
+            raise RoutingError(
+                f"selection {self._next} of the recomputation is {name} of {tuple(source.shape)}, dim {dim}; the forward's "
+                f"was {was}. The checkpointed function takes another path when it sees packed values, and would route "
+                "tokens to other experts. Set ds_fp4_exact=True (ds_fp4.checkpointing.exact), so that both see the same."
+            )
+        indices = made.indices.to(torch.int64)
         if dim is None:
             return indices
         values = _Take.apply(source, indices, dim, indices.dim() < source.dim())
-        return getattr(torch.return_types, name)((values, indices))
+        return indices if name == "argsort" else getattr(torch.return_types, name)((values, indices))
 
 
 def selecting() -> bool:

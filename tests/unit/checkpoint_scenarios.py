@@ -347,8 +347,12 @@ def no_determinism_check(case: Case) -> list[torch.Tensor]:
 def debug(case: Case) -> list[torch.Tensor]:
     x = case.values()
     # pytest's log capture cannot format the records that PyTorch makes for itself.
-    logging.getLogger("LoggingTensor").propagate = False
-    return case.finish([case.ck(case.net, x, debug=True)], [x])
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        return case.finish([case.ck(case.net, x, debug=True)], [x])
+    finally:
+        root.handlers = handlers
 
 
 @scenario
