@@ -142,6 +142,12 @@ class _Rebuilt:
         self.make, self.items = make, items
 
 
+def _fill(value: Any, values: list) -> Any:
+    if isinstance(value, _Slot):
+        return values[value.number]
+    return value.make([_fill(item, values) for item in value.items]) if isinstance(value, _Rebuilt) else value
+
+
 class _Arguments:
     """A call's arguments with the tensors taken out and the activations among them packed.
 
@@ -202,14 +208,7 @@ class _Arguments:
 
     def filled(self, values: list) -> tuple[list, dict]:
         """The positional and keyword arguments with `values` in the slots."""
-
-        def fill(value: Any) -> Any:
-            if isinstance(value, _Slot):
-                return values[value.number]
-            return value.make([fill(item) for item in value.items]) if isinstance(value, _Rebuilt) else value
-
-        return [fill(value) for value in self._args], {key: fill(value) for key, value in self._kwargs.items()}
-
+        return [_fill(value, values) for value in self._args], {k: _fill(v, values) for k, v in self._kwargs.items()}
 
     def unpacked(self, kept: Sequence[torch.Tensor], sources: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """The values of the slots, from what was kept.
