@@ -118,7 +118,7 @@ def make_plan(ds_config: dict, model: torch.nn.Module, device: torch.device, ann
         autoep.install()
     if (plan.compressed or config.checkpointing.enabled) and device.type == "cuda":
         from ds_fp4 import ops
-        ops.load_kernels()
+        ops.load_kernels(device)
     return plan
 
 

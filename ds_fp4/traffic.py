@@ -10,8 +10,8 @@
 What is counted, on this rank only, for each call made while the context is open:
 
 - `bytes`: the whole input tensor; `sent`: the part addressed to other ranks (what a network carries).
-- *payload* is every input but int32 and int64 ones; those are *metadata* (AutoEP exchanges its token counts as integers
-  before it sends tokens, ds_fp4's records are uint8).
+- *payload* is every input but int32 and int64 ones; those are *metadata* (AutoEP exchanges its token counts as
+  integers before it sends tokens, ds_fp4's records are uint8).
 - *forward* and *backward* are the legs of the layer, not the phase of the step: a forward leg run again by activation
   checkpointing happens during backward, moves the forward's format, and is counted apart, as *recompute*.
 
@@ -32,12 +32,15 @@ import torch.utils.checkpoint
 DIRECTIONS = ("forward", "recompute", "backward")
 METADATA_DTYPES = (torch.int32, torch.int64)
 
-_BACKWARD_CODE = {torch.autograd.function.BackwardCFunction.apply.__code__, torch.autograd.graph._engine_run_backward.__code__}
+_BACKWARD_CODE = {
+    torch.autograd.function.BackwardCFunction.apply.__code__,
+    torch.autograd.graph._engine_run_backward.__code__,
+}
 _MODULE_CALL_CODE = torch.nn.Module._call_impl.__code__
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
 _lock = threading.Lock()  # backward of CUDA tensors runs in autograd's own threads
-_open: list["AllToAllTraffic"] = []
+_open: list[AllToAllTraffic] = []
 _original = None
 
 
@@ -73,7 +76,7 @@ class AllToAllTraffic:
         """Sets all counts to zero; allowed while open."""
         self.forward, self.recompute, self.backward = Leg(), Leg(), Leg()
 
-    def __enter__(self) -> "AllToAllTraffic":
+    def __enter__(self) -> AllToAllTraffic:
         global _original
         with _lock:
             if not _open:
@@ -95,9 +98,10 @@ class AllToAllTraffic:
 def current_direction() -> str:
     """The kind of leg that the caller belongs to: one of `DIRECTIONS`.
 
-    Being inside autograd's engine is not enough to call it backward: activation checkpointing runs forwards there. Nor is
-    being inside a `Function.forward` enough to call it forward: DeepSpeed's `_AllToAll.backward` applies `_AllToAll`. So the
-    stack decides: a module call or a checkpoint's frame above the nearest backward means that a forward is being run again.
+    Being inside autograd's engine is not enough to call it backward: activation checkpointing runs forwards there. Nor
+    is being inside a `Function.forward` enough to call it forward: DeepSpeed's `_AllToAll.backward` applies
+    `_AllToAll`. So the stack decides: a module call or a checkpoint's frame between here and the nearest backward
+    means that a forward is being run again.
     """
     if torch._C._current_graph_task_id() == -1:
         return "forward"
@@ -119,7 +123,9 @@ def _bytes_to_self(input: torch.Tensor, input_split_sizes: list[int] | None, gro
     return nbytes * int(input_split_sizes[rank]) // rows if rows else 0
 
 
-def _counting_all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+def _counting_all_to_all_single(
+    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+):
     original = _original if _original is not None else torch.distributed.all_to_all_single
     nbytes = input.numel() * input.element_size()
     sent = nbytes - _bytes_to_self(input, input_split_sizes, group)

@@ -3,8 +3,8 @@
 """Which way of compiling the kernels is in use.
 
 In this order, unless DS_FP4_KERNELS names one: the module built at install, nvcc through DeepSpeed's op builder, NVRTC
-through CuPy. All three give the same code from the same sources; if none can be had, the error says why of each. There
-is no fourth: CUDA tensors are never converted by slower code instead.
+through CuPy. All give the same results from the same sources; if none can be had, the error says why of each. There is
+no further one: CUDA tensors are never converted by slower code instead.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ CHOICES = ("builder", "nvrtc")
 MIN_CAPABILITY = (8, 0)
 
 HOW_TO_FIX = (
-    "Install nvcc of torch's CUDA version (conda: cuda-nvcc; pip: nvidia-cuda-nvcc; or NVIDIA's toolkit, with CUDA_HOME set), "
-    "or CuPy: pip install 'ds_fp4[cupy]'"
+    "Install nvcc of torch's CUDA version (NVIDIA's toolkit, with CUDA_HOME set; conda: cuda-nvcc; pip: "
+    "nvidia-cuda-nvcc), or CuPy: pip install 'ds_fp4[cupy]'"
 )
 
 
@@ -72,7 +72,11 @@ _prepared: set[int] = set()
 
 
 def get(device: int) -> Backend:
-    """The backend, loaded and ready on the current device, number `device`."""
+    """The backend, with all kernels loaded on the current device, which is number `device`.
+
+    Raises:
+        RuntimeError: as `load_kernels`.
+    """
     if device not in _prepared:
         with _lock:
             _prepare(device)
@@ -82,17 +86,15 @@ def get(device: int) -> Backend:
 def load_kernels(device: torch.device | int | None = None) -> None:
     """Compile and load all kernels for a CUDA device (default: the current one), as the first conversion would.
 
-    Any number of processes and nodes may do so at once on one cache folder.
+    Any number of processes and nodes may do so at once on one cache folder (DS_FP4_CACHE).
 
     Raises:
         RuntimeError: if kernels cannot be had: why, and what to do.
     """
     if not torch.cuda.is_available():
         raise RuntimeError(f"ds_fp4's CUDA kernels need a GPU; torch {torch.__version__} sees none")
-    number = torch.cuda.current_device() if device is None else torch.device("cuda", device).index if isinstance(device, int) else device.index
-    number = torch.cuda.current_device() if number is None else number
-    with torch.cuda.device(number):
-        get(number)
+    with torch.cuda.device(device):
+        get(torch.cuda.current_device())
 
 
 def describe_kernels() -> str:
@@ -101,8 +103,25 @@ def describe_kernels() -> str:
         return _backend.describe()
     if not torch.cuda.is_available():
         return "none needed: tensors on the host are converted by plain PyTorch"
-    choice = _choice()
-    return f"not loaded yet; the first use will try {choice or ', then '.join(CHOICES)}"
+    return f"not loaded yet; the first use will try {_choice() or ', then '.join(CHOICES)}"
+
+
+def select(choice: str | None) -> Backend:
+    """A new backend: the one called `choice`, else the first that can be had."""
+    if choice == "builder":
+        return _builder_backend()
+    if choice == "nvrtc":
+        return _nvrtc_backend()
+    try:
+        return _builder_backend()
+    except Exception as error:
+        builder_error = error
+    if _nvcc_is_there() and importlib.util.find_spec("cupy") is not None:
+        warnings.warn(f"ds_fp4: nvcc cannot build the kernels, NVRTC does instead: {builder_error}", stacklevel=2)
+    try:
+        return _nvrtc_backend()
+    except Exception as error:
+        raise RuntimeError(f"{builder_error}\n{error}") from builder_error
 
 
 def _choice() -> str | None:
@@ -117,52 +136,32 @@ def _prepare(device: int) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         raise RuntimeError(
-            f"GPU {device} ({torch.cuda.get_device_name(device)}) has compute capability {capability[0]}.{capability[1]}; "
-            "ds_fp4's kernels need 8.0 (BF16 arithmetic) or later"
+            f"GPU {device} ({torch.cuda.get_device_name(device)}) has compute capability "
+            f"{capability[0]}.{capability[1]}; ds_fp4's kernels need 8.0 (BF16 arithmetic) or later"
         )
     if _backend is None:
-        _backend = _select()
+        _backend = select(_choice())
     _backend.prepare(device)
     _prepared.add(device)
 
 
-def _select() -> Backend:
-    choice = _choice()
-    if choice == "builder":
-        return _builder_backend()
-    if choice == "nvrtc":
-        return _nvrtc_backend()
-    try:
-        return _builder_backend()
-    except Exception as error:
-        builder_error = error
-    if importlib.util.find_spec("cupy") is None:
-        raise RuntimeError(
-            f"ds_fp4's CUDA kernels cannot be built. nvcc: {builder_error}\nNVRTC: CuPy is not installed.\n{HOW_TO_FIX}."
-        ) from builder_error
-    if _nvcc_was_there():
-        warnings.warn(f"ds_fp4: nvcc could not build the kernels, NVRTC does instead: {builder_error}", stacklevel=2)
-    try:
-        return _nvrtc_backend()
-    except Exception as error:
-        raise RuntimeError(
-            f"ds_fp4's CUDA kernels cannot be built. nvcc: {builder_error}\nNVRTC: {error}\n{HOW_TO_FIX}."
-        ) from error
-
-
 def _builder_backend() -> Backend:
-    return BuilderBackend()
+    try:
+        return BuilderBackend()
+    except Exception as error:
+        raise RuntimeError(f"ds_fp4's CUDA kernels cannot be built with nvcc: {error}. {HOW_TO_FIX}.") from error
 
 
 def _nvrtc_backend() -> Backend:
     try:
         from ds_fp4.ops.nvrtc import NvrtcBackend
-    except ImportError as error:
-        raise RuntimeError(f"CuPy cannot be imported ({error}). {HOW_TO_FIX}.") from error
-    return NvrtcBackend(KERNELS.values())
+
+        return NvrtcBackend(KERNELS.values())
+    except Exception as error:
+        raise RuntimeError(f"ds_fp4's CUDA kernels cannot be built with NVRTC: {error}. {HOW_TO_FIX}.") from error
 
 
-def _nvcc_was_there() -> bool:
+def _nvcc_is_there() -> bool:
     from ds_fp4.ops.builder import nvcc_version
 
     return nvcc_version() is not None

@@ -39,15 +39,15 @@ def extension_options(root: str | os.PathLike[str]) -> dict[str, Any]:
         from torch.utils.cpp_extension import BuildExtension
     except ImportError as error:
         raise SystemExit(
-            f"DS_BUILD_FP4=1 compiles CUDA kernels with the torch and DeepSpeed of this environment, but {error}. Install "
-            "them first, then: DS_BUILD_FP4=1 pip install --no-build-isolation ."
+            f"DS_BUILD_FP4=1 compiles CUDA kernels with the torch and DeepSpeed of this environment, but {error}. "
+            "Install them first, then: DS_BUILD_FP4=1 pip install --no-build-isolation ."
         ) from error
     fp4 = builder.FP4Builder(_load("kernels"))
     obstacle = fp4.obstacle()
     if obstacle:
         raise SystemExit(
-            f"DS_BUILD_FP4=1, but the kernels cannot be compiled here: {obstacle}. Without DS_BUILD_FP4 they are compiled "
-            "on first use."
+            f"DS_BUILD_FP4=1, but the kernels cannot be compiled here: {obstacle}. Without DS_BUILD_FP4 they are "
+            "compiled on first use."
         )
     extension = fp4.builder()
     # setuptools wants its paths relative to setup.py.

@@ -2,9 +2,9 @@
 # ds_fp4 Team
 """The kernels through DeepSpeed's op builder: nvcc on first use, or at install with DS_BUILD_FP4=1.
 
-Differs from DeepSpeed's own ops in three ways: no --use_fast_math (it flushes subnormals); Hopper code is made for sm_90a;
-and a first use is safe for any number of processes and nodes on one shared folder (`cache`), where torch's extension
-folder keeps a lock file that outlives a killed build.
+Differs from DeepSpeed's own ops in three ways: no --use_fast_math (it flushes subnormals); Hopper code is made for
+sm_90a; and a first use is safe for any number of processes and nodes on one shared folder (`cache`), where torch's
+extension folder keeps a lock file that outlives a killed build.
 
 `ops/build_support.py` uses this file before ds_fp4 is installed, so that it imports nothing of the package at its top.
 """
@@ -107,8 +107,8 @@ class FP4Builder(CUDAOpBuilder):
         usable = [arch for arch in archs if _number(arch) >= MIN_CAPABILITY]
         if not usable:
             raise RuntimeError(
-                f"no GPU architecture to build ds_fp4's kernels for: TORCH_CUDA_ARCH_LIST={listed!r}, no GPU of compute "
-                "capability 8.0 or later is visible; set TORCH_CUDA_ARCH_LIST, for H100 and H200 to 9.0"
+                f"no GPU architecture to build ds_fp4's kernels for: TORCH_CUDA_ARCH_LIST={listed!r}, and no GPU of "
+                "compute capability 8.0 or later is visible; set TORCH_CUDA_ARCH_LIST, for H100 and H200 to 9.0"
             )
         return sorted(usable, key=_number)
 
@@ -152,30 +152,24 @@ class FP4Builder(CUDAOpBuilder):
         if module.sources_hash != f"h{self._kernels.sources_hash()}":
             return None, f"{module.__file__} was built from other sources; reinstall ds_fp4 with DS_BUILD_FP4=1"
         if module.cuda_version.split(".")[0] != str(torch.version.cuda).split(".")[0]:
-            return None, f"{module.__file__} was built for CUDA {module.cuda_version}, torch is for {torch.version.cuda}"
+            return None, f"{module.__file__} is for CUDA {module.cuda_version}, torch for {torch.version.cuda}"
         return module, ""
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
         """The module built by nvcc, by this process or another one."""
         cache = importlib.import_module("ds_fp4.ops.cache")
-        built: list[ModuleType] = []
-
-        def build(attempt: Path) -> Path:
-            built.append(self._build_in(attempt, verbose))
-            return Path(built[0].__file__)
-
         with _environment_lock:
             saved, self.jit_mode = self.jit_mode, True
             try:
                 if not self.is_compatible(verbose):
-                    raise RuntimeError(f"cannot build ds_fp4's kernels with nvcc: {self.error_log}")
-                path = cache.get(self.file_name(), build)
+                    raise RuntimeError(self.error_log)
+                path = cache.get(self.file_name(), lambda attempt: self._build_in(attempt, verbose))
             finally:
                 self.jit_mode = saved
-        return built[0] if built else import_extension(self.name, path)
+        return import_extension(self.name, path)
 
-    def _build_in(self, attempt: Path, verbose: bool) -> ModuleType:
-        """Compile in a folder of this attempt's own, through DeepSpeed's jit_load and torch's."""
+    def _build_in(self, attempt: Path, verbose: bool) -> Path:
+        """Compile in a folder of this attempt's own, through DeepSpeed's jit_load and torch's; the module's path."""
         # torch renames a module that it has built before in this process; its name is part of the binary.
         versions = getattr(cpp_extension, "JIT_EXTENSION_VERSIONER", None)
         if versions is not None:
@@ -183,8 +177,9 @@ class FP4Builder(CUDAOpBuilder):
         saved = os.environ.get("TORCH_EXTENSIONS_DIR")
         os.environ["TORCH_EXTENSIONS_DIR"] = str(attempt)
         try:
-            return super().jit_load(verbose)
+            return Path(super().jit_load(verbose).__file__)
         finally:
+            self._loaded_ops.pop(self.name, None)  # DeepSpeed would go on to use the file in the attempt's folder
             if saved is None:
                 del os.environ["TORCH_EXTENSIONS_DIR"]
             else:
@@ -196,10 +191,13 @@ def import_extension(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    # pybind11 makes a module once a process: who has just built it gets the one that torch imported, from where it
+    # was built.
+    module.__file__ = str(path)
     return module
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def nvcc_version() -> str | None:
     """ "13.0", or None where there is no nvcc that runs."""
     if cpp_extension.CUDA_HOME is None:
@@ -210,9 +208,9 @@ def nvcc_version() -> str | None:
         return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _nvcc_architectures() -> frozenset[str]:
-    """Code that nvcc can make, "sm_90a"; empty if it does not say."""
+    """Code that nvcc can make, "sm_90"; empty if it does not say."""
     nvcc = os.path.join(cpp_extension.CUDA_HOME or "", "bin", "nvcc")
     try:
         return frozenset(subprocess.check_output([nvcc, "--list-gpu-code"], text=True).split())
@@ -228,19 +226,21 @@ def _number(arch: str) -> tuple[int, int]:
 def gencode_flags(archs: list[str]) -> list[str]:
     """nvcc's flags for capabilities such as "9.0" or "8.0+PTX".
 
-    Hopper gets sm_90a. A GPU newer than nvcc gets PTX of the newest one before it that nvcc knows, for the driver to compile.
+    Hopper gets sm_90a. A GPU newer than nvcc gets PTX of the newest one before it that nvcc knows, for the driver to
+    compile.
     """
     known = _nvcc_architectures()
     flags = []
     for arch in archs:
         major, minor = _number(arch)
         code = f"{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
-        if not known or f"sm_{code}" in known:
+        if not known or f"sm_{major}{minor}" in known:
             flags.append(f"-gencode=arch=compute_{code},code=sm_{code}")
             if arch.endswith("+PTX"):
                 flags.append(f"-gencode=arch=compute_{major}{minor},code=compute_{major}{minor}")
         else:
-            numbers = sorted(int(name[3:]) for name in known if name[3:].isdigit() and int(name[3:]) < 10 * major + minor)
+            numbers = sorted(int(name[3:]) for name in known if name[3:].isdigit())
+            numbers = [number for number in numbers if number < 10 * major + minor]
             if not numbers:
                 raise RuntimeError(f"nvcc {nvcc_version()} cannot make code for compute capability {arch}")
             flags.append(f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}")

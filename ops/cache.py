@@ -2,12 +2,12 @@
 # ds_fp4 Team
 """Compiled kernels on disk, shared by processes and nodes that may all start cold at once.
 
-A file's name holds a hash of all that went into it, and a file appears under that name whole or not at all (written elsewhere,
-then renamed). So whoever finds it may use it, without a lock. To make a missing one, a process takes a lock and builds in a
-folder of its own:
+A file's name holds a hash of all that went into it, and a file appears under that name whole or not at all (written
+elsewhere, then renamed). So whoever finds it may use it, without a lock. To make a missing one, a process takes a lock
+and builds in a folder of its own:
 
     <folder>/<stem>.so                what everybody wants
-    <folder>/<stem>.lock              held (flock) by who builds it; the kernel frees it when that process dies, however
+    <folder>/<stem>.lock              held (flock) by who builds it; the system frees it when that process dies
     <folder>/<stem>.failed            the error of the last build, for those that waited for it
     <folder>/<stem>.build-XXXXXXXX/   one attempt; what a killed compiler leaves or still writes is in nobody's way
 
@@ -87,8 +87,8 @@ def get(name: str, build: Callable[[Path], Path]) -> Path:
     except _Unusable as reason:
         local = host_folder() / name
         if not local.exists():
-            print(f"ds_fp4: {reason}; building in {local.parent} instead. Set {CACHE_ENV} to change that.",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            notice = f"ds_fp4: {reason}; building in {local.parent} instead. Set {CACHE_ENV} to change that."
+            print(notice, file=sys.stderr, flush=True)
         return local if local.exists() else _get_in(local, build)
 
 
@@ -100,7 +100,8 @@ def _get_in(wanted: Path, build: Callable[[Path], Path]) -> Path:
             return wanted
         failure = _read(failures)
         if failure.get("id") != known_failure:
-            raise BuildError(f"the build by process {failure.get('pid')} on {failure.get('host')} failed:\n{failure.get('error')}")
+            builder = f"process {failure.get('pid')} on {failure.get('host')}"
+            raise BuildError(f"the build by {builder} failed:\n{failure.get('error')}")
         _remove_stale_attempts(wanted)
         attempt = Path(tempfile.mkdtemp(prefix=f"{wanted.stem}.build-", dir=wanted.parent))
         try:
@@ -160,9 +161,9 @@ def _locked(wanted: Path) -> Iterator[bool]:
                 return
             if not noticed and time.monotonic() - start >= NOTICE_AFTER_S:
                 noticed = True
-                builder = _read(lock)
-                print(f"ds_fp4: waiting for process {builder.get('pid', '?')} on {builder.get('host', '?')}, which builds "
-                      f"{wanted}", file=sys.stderr, flush=True)  # fmt: skip
+                holder = _read(lock)
+                builder = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
+                print(f"ds_fp4: waiting for {builder}, which builds {wanted}", file=sys.stderr, flush=True)
             time.sleep(POLL_S)
         if wanted.exists():
             yield True
@@ -172,7 +173,8 @@ def _locked(wanted: Path) -> Iterator[bool]:
             os.pwrite(descriptor, json.dumps(_whoami()).encode(), 0)
         yield False
     finally:
-        os.close(descriptor)  # frees the lock; the file stays, since removing it would let two processes lock two files
+        # Frees the lock. The file stays: were it removed, two processes could hold locks on two files of that name.
+        os.close(descriptor)
 
 
 def _whoami() -> dict[str, object]:

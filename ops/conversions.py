@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""The eight conversions: the PyTorch reference for host tensors, CUDA kernels for CUDA tensors, the same bits from both.
+"""The eight conversions: the PyTorch reference for host tensors, kernels for CUDA tensors, the same bits from both.
 
-Arguments, results and errors are those of the same names in `ds_fp4.formats`. On a GPU a call uses the caller's current
-stream of the tensor's device, allocates nothing but outputs (nothing at all with `out=`) and waits for nothing, so that it
-may be captured in a CUDA graph. What can only be known by waiting is not checked there: an index outside the rows stops
-the kernel with an error, FP8 scales that are no powers of two are read as the next lower one.
+Arguments, results and errors are those of the same names in `ds_fp4.formats`. On a GPU a call uses the caller's
+current stream of the tensor's device, allocates nothing but outputs (nothing at all with `out=`) and waits for
+nothing, so that it may be captured in a CUDA graph. What can only be known by waiting is not checked there: an index
+outside the rows stops the kernel with an error, FP8 scales that are no powers of two are read as the next lower one.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def _reference_on_any_device(function: Callable) -> Callable:
     def call(*args, **kwargs):
         return function(*args, **kwargs)
 
-    call.__doc__ = f"{function.__doc__.rstrip()}\n\n    CUDA tensors too are converted by plain PyTorch operations here.\n    "
+    note = "CUDA tensors too are converted by plain PyTorch operations here."
+    call.__doc__ = f"{function.__doc__.rstrip()}\n\n    {note}\n    "
     return call
 
 

@@ -3,8 +3,8 @@
 """The CUDA kernels as one table, and the one way to launch them.
 
 What the host must know of a kernel is here and nowhere else: its parameters (a struct of 64-bit fields in
-csrc/<name>.cuh), its instantiations, its grid. The backends (`builder`, `nvrtc`) compile and launch by that name and know
-nothing of any particular kernel.
+csrc/<name>.cuh), its instantiations, its grid. The backends (`builder`, `nvrtc`) compile and launch by that name and
+know nothing of any particular kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 CSRC = Path(__file__).parent / "csrc"
 
@@ -55,6 +55,12 @@ class Kernel:
         return struct.Struct(f"{len(self.params)}q")
 
 
+def _pointers(*names: str) -> Iterator[str]:
+    """Each with its row stride."""
+    for name in names:
+        yield from (name, f"{name}_stride")
+
+
 def _row_kernel(name: str, *params: str) -> Kernel:
     return Kernel(name, (*ROWS, *params))
 
@@ -62,15 +68,15 @@ def _row_kernel(name: str, *params: str) -> Kernel:
 KERNELS: Mapping[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
-        _row_kernel("bf16_to_fp4_row", "x", "x_stride", "packed", "packed_stride", "scales", "scales_stride", "rounding"),
-        _row_kernel("fp4_row_to_bf16", "packed", "packed_stride", "scales", "scales_stride", "out", "out_stride"),
-        _row_kernel("bf16_to_fp8_row", "x", "x_stride", "q", "q_stride", "scales", "scales_stride", "scale_bytes"),
-        _row_kernel("fp8_row_to_bf16", "q", "q_stride", "scales", "scales_stride", "scale_bytes", "out", "out_stride"),
+        _row_kernel("bf16_to_fp4_row", *_pointers("x", "packed", "scales"), "rounding"),
+        _row_kernel("fp4_row_to_bf16", *_pointers("packed", "scales", "out")),
+        _row_kernel("bf16_to_fp8_row", *_pointers("x", "q", "scales"), "scale_bytes"),
+        _row_kernel("fp8_row_to_bf16", *_pointers("q", "scales", "out"), "scale_bytes"),
     )
 }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def sources_hash() -> str:
     """Hash of everything in csrc/."""
     digest = hashlib.sha256()
@@ -81,7 +87,7 @@ def sources_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 

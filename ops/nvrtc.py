@@ -8,7 +8,6 @@ A header is compiled with all its instantiations at once; the result is kept in 
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import json
 import threading
@@ -98,7 +97,7 @@ class NvrtcBackend:
     name = "nvrtc"
 
     def __init__(self, kernels: Iterable[Kernel]) -> None:
-        import cupy
+        import cupy  # an ImportError here says what to install, in backends
 
         self._cupy = cupy
         self._driver = cupy.cuda.driver
@@ -138,15 +137,3 @@ class NvrtcBackend:
     def _enter_context(self, device: int) -> None:
         """Make the device's primary context, torch's, current in this thread."""
         self._cupy.cuda.runtime.setDevice(device)
-
-
-@functools.lru_cache(maxsize=None)
-def available() -> bool:
-    """Whether CuPy and its NVRTC can be used."""
-    try:
-        from cupy.cuda import nvrtc
-
-        nvrtc.getVersion()
-    except Exception:  # ImportError, or a library that is missing
-        return False
-    return True

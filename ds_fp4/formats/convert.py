@@ -166,7 +166,7 @@ def fp8_row_to_fp4_row(
     k, blocks = q.shape[1], out_scales.shape[1]
     for piece in rows.pieces(packed.shape[0], k, q.device):
         code = rows.take(codes, index, piece).view(-1, blocks, MXFP4_BLOCK)
-        source = rows.take(group_exponent, index, piece, fill=ue8m0.UE8M0_MIN_EXPONENT)
+        source = rows.take(group_exponent, index, piece)
         source = source.repeat_interleave(BLOCKS_PER_GROUP, dim=1)[:, :blocks]
         amax = (code & e4m3.E4M3_MAGNITUDE).amax(-1).to(torch.int32)
         nan = (amax == e4m3.E4M3_NAN) | (source == ue8m0.NAN_EXPONENT)

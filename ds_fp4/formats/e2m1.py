@@ -28,7 +28,7 @@ def encode_scaled(scaled: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     To nearest, ties to even, saturating at 6.
 
     Args:
-        scaled: int32, ordered bits (`fp32.scaled`) of the scaled magnitudes.
+        scaled: int32, ordered bits (`fp32.scale`) of the scaled magnitudes.
         bits: int32, same shape, whose top bit is the sign.
     """
     below_one = scaled.clamp(_EIGHTH_BITS, _ONE_BITS).view(torch.float32).add_(_HALF_STEPS).view(torch.int32)
@@ -40,7 +40,7 @@ def encode_scaled(scaled: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     from_one += (1 << (_DROPPED_BITS - 1)) - 1
     from_one >>= _DROPPED_BITS
     from_one -= (fp32.EXPONENT_BIAS - 1) << E2M1.mantissa_bits
-    code = torch.maximum(below_one, from_one).clamp_(max=E2M1.max_code)
+    code = torch.maximum(below_one, from_one, out=from_one).clamp_(max=E2M1.max_code)
     code |= (bits >> 28).bitwise_and_(E2M1_SIGN)
     return code.to(torch.uint8)
 

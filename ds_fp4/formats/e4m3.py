@@ -25,7 +25,7 @@ def encode_scaled(scaled: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     To nearest, ties to even, saturating at 448; never NaN.
 
     Args:
-        scaled: int32, ordered bits (`fp32.scaled`) of the scaled magnitudes.
+        scaled: int32, ordered bits (`fp32.scale`) of the scaled magnitudes.
         bits: int32, same shape, whose top bit is the sign.
     """
     # Within these bounds torch's own cast follows the rule on every device and version (the tests go through all of

@@ -25,7 +25,7 @@ _ORDERED_ZERO = -23 << MANTISSA_BITS
 def bits_of(x: torch.Tensor) -> torch.Tensor:
     """FP32 bits (int32) of a BF16, FP16 or FP32 tensor; exact, whatever the device does with subnormals."""
     if x.dtype == torch.bfloat16:
-        return x.view(torch.int16).to(torch.int32) << 16
+        return x.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     # FP16 subnormals are normal in FP32.
     return x.to(torch.float32).view(torch.int32)
 
@@ -37,11 +37,12 @@ def ordered(magnitude: torch.Tensor) -> torch.Tensor:
     return torch.where(magnitude < MIN_NORMAL_BITS, subnormal.clamp(min=_ORDERED_ZERO), magnitude)
 
 
-def scaled(magnitude: torch.Tensor, exponent: torch.Tensor, block: int) -> torch.Tensor:
-    """Bits of |x| * 2^-exponent for blocks along the last axis.
+def scale(magnitude: torch.Tensor, amax: torch.Tensor, exponent: torch.Tensor, block: int) -> torch.Tensor:
+    """Bits of |x| * 2^-exponent for blocks along the last axis, in place of `magnitude` where possible.
 
     Args:
-        magnitude: int32 [M, K], FP32 magnitude bits.
+        magnitude: int32 [M, K], FP32 magnitude bits. Overwritten.
+        amax: int32 [M, K / block], the largest of each block.
         exponent: int32 [M, K / block], in [-127, 127].
         block: values that share an exponent.
 
@@ -50,8 +51,10 @@ def scaled(magnitude: torch.Tensor, exponent: torch.Tensor, block: int) -> torch
         E4M3 alike, no more than that is right.
     """
     m, k = magnitude.shape
+    exponent = exponent.masked_fill(amax == 0, 0)  # zero blocks stay zero under any; this one needs no care
     # A subnormal is under 2^-126: it rounds to zero, whatever its bits mean, unless the block's exponent is this low.
     # On the host a look saves time; on a GPU looking would mean waiting for it.
     if magnitude.is_cuda or bool((exponent < _SUBNORMALS_MATTER_BELOW).any()):
         magnitude = ordered(magnitude)
-    return (magnitude.view(m, k // block, block) - (exponent << MANTISSA_BITS)[..., None]).view(m, k)
+    magnitude.view(m, k // block, block).sub_((exponent << MANTISSA_BITS)[..., None])
+    return magnitude

@@ -46,7 +46,7 @@ def bf16_to_fp8_row(
         finite = amax < fp32.INFINITY_BITS
         exponent = fp8_exponents(fp32.ordered(amax))
         exponent = exponent.masked_fill_(~finite, ue8m0.UE8M0_MIN_EXPONENT).clamp_(min=ue8m0.UE8M0_MIN_EXPONENT)
-        codes = e4m3.encode_scaled(fp32.scaled(magnitude, exponent, FP8_GROUP), bits)
+        codes = e4m3.encode_scaled(fp32.scale(magnitude, amax, exponent, FP8_GROUP), bits)
         codes = codes.view(-1, groups, FP8_GROUP).masked_fill_(~finite[..., None], e4m3.E4M3_NAN)
         q[piece] = codes.view(-1, groups * FP8_GROUP)[:, :k]
         ue8m0.store(exponent, scales[piece])
@@ -97,7 +97,7 @@ def fp8_row_to_bf16(
     k, groups = q.shape[1], scales.shape[1]
     for piece in rows.pieces(out.shape[0], groups * FP8_GROUP, out.device):
         code = rows.pad_columns(rows.take(codes, index, piece), FP8_GROUP).to(torch.int32)
-        row = rows.take(exponent, index, piece, fill=ue8m0.UE8M0_MIN_EXPONENT) - ue8m0.FP32_MIN_EXPONENT
+        row = rows.take(exponent, index, piece) - ue8m0.FP32_MIN_EXPONENT
         entry = code.view(-1, groups, FP8_GROUP) + (row << 8)[..., None]
         values = table.index_select(0, entry.view(-1)).view(dtype).view(-1, groups * FP8_GROUP)
         out[piece] = values[:, :k]

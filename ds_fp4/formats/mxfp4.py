@@ -51,7 +51,7 @@ def bf16_to_fp4_row(
         finite = amax < fp32.INFINITY_BITS
         exponent = mxfp4_exponents(fp32.ordered(amax), scale_rounding)
         exponent = exponent.clamp_(ue8m0.UE8M0_MIN_EXPONENT, ue8m0.UE8M0_MAX_EXPONENT)
-        codes = e2m1.encode_scaled(fp32.scaled(magnitude, exponent, MXFP4_BLOCK), bits)
+        codes = e2m1.encode_scaled(fp32.scale(magnitude, amax, exponent, MXFP4_BLOCK), bits)
         pairs = e2m1.pack(codes).view(-1, k // MXFP4_BLOCK, MXFP4_BLOCK // 2)
         packed[piece] = pairs.mul_(finite[..., None]).view(-1, k // 2)
         scales[piece] = exponent.add_(ue8m0.UE8M0_BIAS).masked_fill_(~finite, ue8m0.UE8M0_NAN).to(torch.uint8)

@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) bf16_to_fp4_row(const bf
                 store_unit<kVector, uint8>(packed + step * (kStepValues / 2), kUnit / 2, codes);
             }
         }
-        // All four lanes of a block know its scale in every step. Lane i stores that of step i: the tile's 32 scale bytes
-        // leave in one access of the warp.
+        // All four lanes of a block know its scale in every step. Lane i stores that of step i: the tile's 32 scale
+        // bytes leave in one access of the warp.
         if (tile.has_unit(own_step)) {
             const int64 block = (tile.first + own_step * kStepValues) / kMxfp4Block;
             p.scales[tile.row * p.scales_stride + block] = static_cast<uint8>(own_scale);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// The Python module over kernels.cu. No torch header: pointers come as integers inside the packed parameters, which keeps the
-// build short and the module independent of torch's ABI.
+// The Python module over kernels.cu. No torch header: pointers come as integers inside the packed parameters, which
+// keeps the build short and the module independent of torch's ABI.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -61,7 +61,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.attr("cuda_version") = DS_FP4_STRING(DS_FP4_CUDA_VERSION);
     m.attr("architectures") = DS_FP4_STRING(DS_FP4_ARCHITECTURES);
     m.def("kernel_names", &kernel_names, "Names of the kernels, in the order of their numbers.");
-    m.def("load_all", &load_all, "Load every kernel on the current device; raises RuntimeError if one has no code for it.");
-    m.def("launch", &launch, py::arg("kernel"), py::arg("grid"), py::arg("threads"), py::arg("params"), py::arg("stream"),
+    m.def("load_all", &load_all,
+          "Load every kernel on the current device; raises RuntimeError if one has no code for it.");
+    m.def("launch", &launch, py::arg("kernel"), py::arg("grid"), py::arg("threads"), py::arg("params"),
+          py::arg("stream"),
           "Launch a kernel by its number; raises RuntimeError with the kernel's name if CUDA refuses.");
 }

@@ -76,7 +76,11 @@ DS_FP4_HD uint32 permute_bytes(uint32 low, uint32 high, uint32 selector) {
 #endif
 }
 
-DS_FP4_HD uint32 larger(uint32 a, uint32 b) { return a > b ? a : b; }
-DS_FP4_HD uint32 smaller(uint32 a, uint32 b) { return a < b ? a : b; }
+DS_FP4_HD uint32 larger(uint32 a, uint32 b) {
+    return a > b ? a : b;
+}
+DS_FP4_HD uint32 smaller(uint32 a, uint32 b) {
+    return a < b ? a : b;
+}
 
 }  // namespace ds_fp4

@@ -22,9 +22,10 @@ constexpr int kE4m3MaxPow2 = 8;
 // Carries into the exponent field where the significand is above that of 448: ceil(log2(amax / 448)) + 8.
 constexpr uint32 kFp8ScaleRounding = 0x1FFFFF;
 
-// A block's scale as a UE8M0 byte, from the FP32 bits of its largest magnitude. `rounding` is added to the bits first, so that
-// they carry into the exponent where the mode rounds up (ds_fp4.formats.SCALE_ROUNDINGS). Subnormal maxima need no care of
-// their own: their exponent field, 0 or after the carry 1, clamps to byte 0 as their true exponent would.
+// A block's scale as a UE8M0 byte, from the FP32 bits of its largest magnitude. `rounding` is added to the bits first,
+// so that they carry into the exponent where the mode rounds up (ds_fp4.formats.SCALE_ROUNDINGS). Subnormal maxima
+// need no care of their own: their exponent field, 0 or after the carry 1, clamps to byte 0 as their true exponent
+// would.
 DS_FP4_HD uint32 mxfp4_scale(uint32 amax_bits, uint32 rounding) {
     if (amax_bits >= kInfinityBits) {
         return kUe8m0Nan;
@@ -43,7 +44,9 @@ DS_FP4_HD uint32 fp8_scale(uint32 amax_bits) {
 }
 
 // 2^(127 - byte) for bytes up to 253; no block of finite values has a larger one.
-DS_FP4_HD float inverse_scale(uint32 byte) { return float_of((254 - byte) << 23); }
+DS_FP4_HD float inverse_scale(uint32 byte) {
+    return float_of((254 - byte) << 23);
+}
 
 // FP32 bits of 2^(byte - 127); byte 0 is the subnormal 2^-127, byte 255 is NaN.
 DS_FP4_HD uint32 ue8m0_scale_bits(uint32 byte) {
@@ -73,9 +76,10 @@ DS_FP4_HD uint32 fp32_scale_bits(uint32 bits) {
 // ---- E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 ----
 //
 // The code of a magnitude v is the integer nearest to min(2v, v + 2, v/2 + 4, 7): code values are the corners of that
-// concave curve, which is straight between them, so that nearest on one side is nearest on the other, and a tie goes to
-// the even code on both. Rounding comes from adding a power of two so large that numbers there are 1 apart: each of the three
-// fused multiply-adds below rounds once, and the smallest of the rounded results is the rounded smallest one.
+// concave curve, which is straight between them, so that nearest on one side is nearest on the other, and a tie goes
+// to the even code on both. Rounding comes from adding a power of two so large that numbers there are 1 apart: each of
+// the three fused multiply-adds below rounds once, and the smallest of the rounded results is the rounded smallest
+// one.
 
 // Eight codes, value 0 in the low nibble, of Bf16 or Fp16 values (two a word) divided by the block's scale.
 template <typename Pair>
@@ -92,8 +96,10 @@ DS_FP4_HD uint32 encode_e2m1x8(const uint32 (&x)[4], const typename Pair::Scale&
     // Bytes 0 and 2 of a word hold a code, bytes 1 and 3 of the input word end in a sign.
     const uint32 code03 = permute_bytes(code[0], code[1], 0x6240), code47 = permute_bytes(code[2], code[3], 0x6240);
     const uint32 sign03 = permute_bytes(x[0], x[1], 0x7351), sign47 = permute_bytes(x[2], x[3], 0x7351);
-    const uint32 even = permute_bytes(code03, code47, 0x5410) | ((permute_bytes(sign03, sign47, 0x5410) >> 4) & 0x08080808u);
-    const uint32 odd = (permute_bytes(code03, code47, 0x7632) << 4) | (permute_bytes(sign03, sign47, 0x7632) & 0x80808080u);
+    const uint32 even =
+        permute_bytes(code03, code47, 0x5410) | ((permute_bytes(sign03, sign47, 0x5410) >> 4) & 0x08080808u);
+    const uint32 odd =
+        (permute_bytes(code03, code47, 0x7632) << 4) | (permute_bytes(sign03, sign47, 0x7632) & 0x80808080u);
     return even | odd;
 }
 
@@ -129,10 +135,10 @@ DS_FP4_HD void decode_e2m1x8(uint32 codes, uint32 (&value)[4]) {
     constexpr uint32 kLow = 0x3E3C3800u, kHigh = 0x46444240u;  // high bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6
     const uint32 magnitude = codes & 0x77777777u;
     const uint32 even_signs = codes << 4, odd_signs = codes;
-    const uint32 byte03 = permute_bytes(kLow, kHigh, magnitude & 0xFFFF) |
-                          (permute_bytes(even_signs, odd_signs, 0x5140) & 0x80808080u);
-    const uint32 byte47 = permute_bytes(kLow, kHigh, magnitude >> 16) |
-                          (permute_bytes(even_signs, odd_signs, 0x7362) & 0x80808080u);
+    const uint32 byte03 =
+        permute_bytes(kLow, kHigh, magnitude & 0xFFFF) | (permute_bytes(even_signs, odd_signs, 0x5140) & 0x80808080u);
+    const uint32 byte47 =
+        permute_bytes(kLow, kHigh, magnitude >> 16) | (permute_bytes(even_signs, odd_signs, 0x7362) & 0x80808080u);
     value[0] = permute_bytes(byte03, 0, 0x1404);
     value[1] = permute_bytes(byte03, 0, 0x3424);
     value[2] = permute_bytes(byte47, 0, 0x1404);
@@ -148,7 +154,8 @@ DS_FP4_HD uint32 encode_e4m3x2_on_bits(float low, float high) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const uint32 magnitude = bits[i] & kMagnitudeMask;
-        // From 2^-6 on the code is the top of the bit pattern, rounded. Below, codes are 2^-9 apart, as FP32 numbers at 2^14 are.
+        // From 2^-6 on the code is the top of the bit pattern, rounded. Below, codes are 2^-9 apart, as FP32 numbers
+        // at 2^14 are.
         const uint32 normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3);
         const uint32 subnormal = bits_of(float_of(magnitude) + 16384.0f) - bits_of(16384.0f);
         const uint32 code = magnitude >= 0x3C800000u ? normal : subnormal;
@@ -174,7 +181,8 @@ DS_FP4_HD void encode_e4m3x8(const Values8<In>& x, uint32 scale_byte, uint32 (&c
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const uint32 low = encode_e4m3x2(multiply(x.value(4 * i), inverse), multiply(x.value(4 * i + 1), inverse));
-        const uint32 high = encode_e4m3x2(multiply(x.value(4 * i + 2), inverse), multiply(x.value(4 * i + 3), inverse));
+        const uint32 high =
+            encode_e4m3x2(multiply(x.value(4 * i + 2), inverse), multiply(x.value(4 * i + 3), inverse));
         codes[i] = low | (high << 16);
     }
 }
@@ -205,6 +213,8 @@ DS_FP4_HD void decode_e4m3x8(const uint32 (&codes)[2], uint32 (&value)[4]) {
 }
 
 // Whether one of a word's four codes is NaN (0x7F or 0xFF): only those carry into a byte's top bit.
-DS_FP4_HD bool has_e4m3_nan(uint32 codes) { return (((codes & kE4m3NanCodes) + 0x01010101u) & 0x80808080u) != 0; }
+DS_FP4_HD bool has_e4m3_nan(uint32 codes) {
+    return (((codes & kE4m3NanCodes) + 0x01010101u) & 0x80808080u) != 0;
+}
 
 }  // namespace ds_fp4

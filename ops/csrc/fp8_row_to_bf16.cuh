@@ -15,9 +15,9 @@ struct fp8_row_to_bf16_params {
     int64 q_stride;  // strides are in bytes, from row to row
     const char* scales;
     int64 scales_stride;
-    int64 scale_bytes;  // 4: FP32, 1: UE8M0
     char* out;
     int64 out_stride;
+    int64 scale_bytes;  // 4: FP32, 1: UE8M0
 };
 
 template <typename Out, bool kVector>
@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_bf16(const fp
         }
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-            const uint32 scale_bits = p.scale_bytes == 4 ? fp32_scale_bits(scale[step]) : ue8m0_scale_bits(scale[step]);
+            const uint32 scale_bits =
+                p.scale_bytes == 4 ? fp32_scale_bits(scale[step]) : ue8m0_scale_bits(scale[step]);
             uint32 value[4];
             decode_e4m3x8(codes[step], value);
             Values8<Out> out = scaled_values<Out>(value, scale_bits);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Every instantiation of every kernel, compiled by nvcc. ops/kernels.py holds the same list for NVRTC, and what each is
-// launched with; a test compares the two.
+// Every instantiation of every kernel, compiled by nvcc. ops/kernels.py holds the same list for NVRTC, and what each
+// is launched with; a test compares the two.
 #include <cuda_runtime.h>
 
 #include "bf16_to_fp4_row.cuh"
@@ -20,8 +20,8 @@ KernelEntry entry(const char* name, void (*kernel)(Params)) {
 }
 
 #define DS_FP4_ENTRY(...) entry(#__VA_ARGS__, &__VA_ARGS__)
-#define DS_FP4_ROW_KERNEL(kernel)                                                                                        \
-    DS_FP4_ENTRY(kernel<Bf16, true>), DS_FP4_ENTRY(kernel<Bf16, false>), DS_FP4_ENTRY(kernel<Fp16, true>),               \
+#define DS_FP4_ROW_KERNEL(kernel)                                                                          \
+    DS_FP4_ENTRY(kernel<Bf16, true>), DS_FP4_ENTRY(kernel<Bf16, false>), DS_FP4_ENTRY(kernel<Fp16, true>), \
         DS_FP4_ENTRY(kernel<Fp16, false>), DS_FP4_ENTRY(kernel<Fp32, true>), DS_FP4_ENTRY(kernel<Fp32, false>)
 
 }  // namespace
@@ -51,9 +51,11 @@ std::string load_kernel(const KernelEntry& kernel) {
     return describe(cudaFuncGetAttributes(&attributes, kernel.function));
 }
 
-std::string launch_kernel(const KernelEntry& kernel, unsigned grid, unsigned threads, const void* params, void* stream) {
+std::string launch_kernel(const KernelEntry& kernel, unsigned grid, unsigned threads, const void* params,
+                          void* stream) {
     void* arguments[] = {const_cast<void*>(params)};
-    return describe(cudaLaunchKernel(kernel.function, dim3(grid), dim3(threads), arguments, 0, static_cast<cudaStream_t>(stream)));
+    return describe(
+        cudaLaunchKernel(kernel.function, dim3(grid), dim3(threads), arguments, 0, static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace ds_fp4

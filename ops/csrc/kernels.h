@@ -18,11 +18,12 @@ struct KernelEntry {
 
 const std::vector<KernelEntry>& kernel_table();
 
-// Loads the kernel on the current device, which CUDA would otherwise do at its first launch; returns an empty string, or CUDA's
-// error, for one if the module has no code for the device.
+// Loads the kernel on the current device, which CUDA would otherwise do at its first launch; returns an empty string,
+// or CUDA's error, for one if the module has no code for the device.
 std::string load_kernel(const KernelEntry& kernel);
 
 // Launches on `stream` of the current device; returns an empty string, or CUDA's error.
-std::string launch_kernel(const KernelEntry& kernel, unsigned grid, unsigned threads, const void* params, void* stream);
+std::string launch_kernel(const KernelEntry& kernel, unsigned grid, unsigned threads, const void* params,
+                          void* stream);
 
 }  // namespace ds_fp4

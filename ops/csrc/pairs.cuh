@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// The three value types that rows can hold, as bits: Bf16 and Fp16 two to a 32-bit word, Fp32 one. Each names its words, its
-// arithmetic on whole words, and how FP32 results become values. On the GPU each operation is one instruction (PTX, since its
-// treatment of subnormals is then fixed); the plain C++ beside it computes the same for the host's tests.
+// The three value types that rows can hold, as bits: Bf16 and Fp16 two to a 32-bit word, Fp32 one. Each names its
+// words, its arithmetic on whole words, and how FP32 results become values. On the GPU each operation is one
+// instruction (PTX, since its treatment of subnormals is then fixed); the plain C++ beside it computes the same for
+// the host's tests.
 #pragma once
 
 #include "common.cuh"
@@ -28,8 +29,8 @@ inline uint32 round_to_16_bits(double value, int mantissa_bits, int min_exponent
 struct Bf16 {
     using Element = uint16;
     static constexpr int kBytes = 2;
-    static constexpr int kWords = 4;                // that hold eight values
-    static constexpr float kUnitStep = 128.0f;      // numbers from here to twice as much are 1 apart
+    static constexpr int kWords = 4;            // that hold eight values
+    static constexpr float kUnitStep = 128.0f;  // numbers from here to twice as much are 1 apart
     static constexpr uint32 kNan = 0x7FC07FC0u;
 
     using Scale = uint32;

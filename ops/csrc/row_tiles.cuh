@@ -3,14 +3,15 @@
 //
 // How a warp walks over rows, and its loads and stores.
 //
-// A thread works on units of eight consecutive values. A warp takes tiles: kSteps x 32 units of one row. A thread loads its
-// kSteps units of a tile before it uses the first, which keeps enough bytes in flight:
+// A thread works on units of eight consecutive values. A warp takes tiles: kSteps x 32 units of one row. A thread
+// loads its kSteps units of a tile before it uses the first, which keeps enough bytes in flight:
 //
 //     step 0:  | lane 0: values 0..7     | lane 1: values 8..15    | ... | lane 31: values 248..255 |
 //     step 1:  | lane 0: values 256..263 | lane 1: values 264..271 | ...
 //
-// so that each step is one contiguous access of the warp, an MXFP4 block lies in 4 neighboring lanes and an FP8 group in 16.
-// Lanes past the row's end idle. The row is the same for all lanes, so that gathering costs a warp one index load a tile.
+// so that each step is one contiguous access of the warp, an MXFP4 block lies in 4 neighboring lanes and an FP8 group
+// in 16. Lanes past the row's end idle. The row is the same for all lanes, so that gathering costs a warp one index
+// load a tile.
 #pragma once
 
 #include "pairs.cuh"
@@ -18,8 +19,8 @@
 namespace ds_fp4 {
 
 constexpr int kThreads = 256;
-// Blocks a multiprocessor shall hold. With no such bound ptxas saves registers for full occupancy by moving each load to its
-// first use, and a warp waits for memory once a step instead of once a tile.
+// Blocks a multiprocessor shall hold. With no such bound ptxas saves registers for full occupancy by moving each load
+// to its first use, and a warp waits for memory once a step instead of once a tile.
 constexpr int kMinBlocks = 4;
 constexpr int kLanes = 32;
 constexpr int kUnit = 8;
@@ -28,7 +29,8 @@ constexpr int kStepValues = kLanes * kUnit;
 constexpr int kTileValues = kStepValues * kSteps;
 constexpr uint32 kAllLanes = 0xFFFFFFFFu;
 
-// Parameters of every row kernel. Every field is 64 bits wide, here and in the kernels' own: the host packs them as such.
+// Parameters of every row kernel. Every field is 64 bits wide, here and in the kernels' own: the host packs them as
+// such.
 struct Rows {
     int64 rows;         // output rows
     int64 width;        // values a row, K
@@ -121,7 +123,8 @@ DS_FP4_DEVICE void store_words(void* address, const uint32 (&word)[kCount]) {
     } else {
 #pragma unroll
         for (int i = 0; i < kCount / 4; ++i) {
-            static_cast<uint4*>(address)[i] = make_uint4(word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]);
+            static_cast<uint4*>(address)[i] =
+                make_uint4(word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]);
         }
     }
 }
@@ -137,7 +140,8 @@ DS_FP4_DEVICE void load_elements(const void* address, int valid, uint32 (&word)[
         for (int j = 0; j < kPerWord; ++j) {
             const int element = i * kPerWord + j;
             if (element < valid) {
-                word[i] |= static_cast<uint32>(__ldg(static_cast<const Element*>(address) + element)) << (8 * kBytes * j);
+                word[i] |= static_cast<uint32>(__ldg(static_cast<const Element*>(address) + element))
+                           << (8 * kBytes * j);
             }
         }
     }

@@ -38,9 +38,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _context():
-    context = multiprocessing.get_context("forkserver")
+def _context(device: str):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if device == "cuda":
+        # DeepSpeed's import asks the driver for its GPUs, and a process forked after that cannot use them.
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     return context
 
@@ -99,7 +102,7 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 
 
     Raises RankFailure with every rank's traceback if any rank raised, died or did not finish.
     """
-    context = _context()
+    context = _context(device_for(world_size))
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         processes = [

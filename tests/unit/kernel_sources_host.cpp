@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// The kernels' format rules as host code, for test_kernel_sources.py: what one warp does with rows of whole units, one unit
-// after the other. Compiled by the host's compiler from the headers that nvcc and NVRTC get.
+// The kernels' format rules as host code, for test_kernel_sources.py: what one warp does with rows of whole units, one
+// unit after the other. Compiled by the host's compiler from the headers that nvcc and NVRTC get.
 #include <cmath>
 
 #include "formats.cuh"
@@ -50,7 +50,8 @@ void from_fp4(const uint32* packed, const uint8* scales, int64 blocks, char* out
         uint32 value[4];
         decode_e2m1x8(packed[unit], value);
         const uint32 scale = scales[unit / 4];
-        const Values8<T> values = scale == kUe8m0Nan ? nan_values<T>() : scaled_values<T>(value, ue8m0_scale_bits(scale));
+        const Values8<T> values =
+            scale == kUe8m0Nan ? nan_values<T>() : scaled_values<T>(value, ue8m0_scale_bits(scale));
         __builtin_memcpy(out + unit * 8 * T::kBytes, &values, 8 * T::kBytes);
     }
 }
@@ -92,13 +93,13 @@ void from_fp8(const uint32* q, const uint32* scale_bits, int64 groups, char* out
 }  // namespace
 
 // `type`: 0 BF16, 1 FP16, 2 FP32.
-#define DISPATCH(type, function, ...)      \
-    if (type == 0) {                       \
-        function<Bf16>(__VA_ARGS__);       \
-    } else if (type == 1) {                \
-        function<Fp16>(__VA_ARGS__);       \
-    } else {                               \
-        function<Fp32>(__VA_ARGS__);       \
+#define DISPATCH(type, function, ...) \
+    if (type == 0) {                  \
+        function<Bf16>(__VA_ARGS__);  \
+    } else if (type == 1) {           \
+        function<Fp16>(__VA_ARGS__);  \
+    } else {                          \
+        function<Fp32>(__VA_ARGS__);  \
     }
 
 extern "C" {
