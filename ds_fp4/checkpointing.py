@@ -269,7 +269,9 @@ def checkpoint(
         ds_fp4.routing.RoutingError: from backward, if with `ds_fp4_exact=False` the recomputation selects other things.
     """
     if use_reentrant:
-        raise ValueError("use_reentrant=True: ds_fp4.checkpoint has PyTorch's non-reentrant semantics only; leave it out")
+        raise ValueError(
+            "use_reentrant=True: ds_fp4.checkpoint has PyTorch's non-reentrant semantics only; leave it out"
+        )
     options = CheckpointOptions(ds_fp4_format, ds_fp4_exact, ds_fp4_offload, ds_fp4_scale_rounding)
     torch_options = {key: kwargs.pop(key) for key in TORCH_OPTIONS if key in kwargs}
     torch_options["use_reentrant"] = False
@@ -301,14 +303,18 @@ def checkpoint(
         if is_forward:
             values = first.pop()
         else:
-            values = arguments.unpacked([hosted[place].fetch() if place in hosted else t for place, t in enumerate(kept)])
+            values = arguments.unpacked(
+                [hosted[place].fetch() if place in hosted else t for place, t in enumerate(kept)]
+            )
         positional, keyword = arguments.filled(values)
         mode = nullcontext()
         if selections is not None:
             mode = selections.recording() if is_forward else selections.replaying()
         with _inside(recomputes=not is_forward), redirecting(redirect), contexts[0 if is_forward else 1], mode:
             return function(*positional, **keyword)
-        raise RuntimeError("a context of context_fn suppressed an exception of the checkpointed function, which leaves nothing "
-                           "to return; let it pass")
+        raise RuntimeError(
+            "a context of context_fn suppressed an exception of the checkpointed function, which leaves nothing "
+            "to return; let it pass"
+        )
 
     return torch_checkpoint(run, *kept, **torch_options)

@@ -22,7 +22,6 @@ PREFETCH = 2
 
 
 class _Streams:
-
     def __init__(self, device: torch.device) -> None:
         self.out = torch.cuda.Stream(device)
         self.inward = torch.cuda.Stream(device)

@@ -91,7 +91,6 @@ class Selections:
 
 
 class _Selecting(TorchFunctionMode):
-
     def __init__(self, made: list[_Made]) -> None:
         super().__init__()
         self.made = made
@@ -121,12 +120,13 @@ class _Selecting(TorchFunctionMode):
                 return function(*args, **kwargs)
         return self.select(name, function, source, dim, args, kwargs)
 
-    def select(self, name: str, function: Any, source: torch.Tensor, dim: int | None, args: tuple, kwargs: dict) -> Any:
+    def select(
+        self, name: str, function: Any, source: torch.Tensor, dim: int | None, args: tuple, kwargs: dict
+    ) -> Any:
         raise NotImplementedError
 
 
 class _Recording(_Selecting):
-
     def select(self, name, function, source, dim, args, kwargs):
         result = function(*args, **kwargs)
         indices = result if isinstance(result, torch.Tensor) else result[1]
@@ -136,7 +136,6 @@ class _Recording(_Selecting):
 
 
 class _Replaying(_Selecting):
-
     def __init__(self, made: list[_Made]) -> None:
         super().__init__(made)
         self._next = 0

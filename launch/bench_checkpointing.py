@@ -56,8 +56,12 @@ DEFAULT = [v for v in VARIANTS if "inexact" not in v or v == "layers-mxfp4-inexa
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="deepseek-v3", help="a config.json, or a name in configs/models")
-    parser.add_argument("--model-args", nargs="*", help=f"KEY=VALUE for the config (deepseek-v3: {' '.join(V3_OVERRIDES)})")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT, metavar="NAME", help=", ".join(VARIANTS))
+    parser.add_argument(
+        "--model-args", nargs="*", help=f"KEY=VALUE for the config (deepseek-v3: {' '.join(V3_OVERRIDES)})"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=DEFAULT, metavar="NAME", help=", ".join(VARIANTS)
+    )
     parser.add_argument("--recipe", default="bf16", choices=("bf16", "fp8", "mxfp4"), help="of the all-to-all")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--micro-batch-size", type=int, default=4)
@@ -78,7 +82,9 @@ def build_engine(args: argparse.Namespace, device: torch.device) -> deepspeed.De
     config = load_config(find_json(args.model, "models"), args.model_args)
     world = dist.get_world_size()
     if expert_count(config) % world:
-        raise ValueError(f"{expert_count(config)} experts cannot be shared by {world} ranks evenly. Choose another number.")
+        raise ValueError(
+            f"{expert_count(config)} experts cannot be shared by {world} ranks evenly. Choose another number."
+        )
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -142,7 +148,9 @@ class Kept:
         return sum(self._storages.values())
 
 
-def step(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, variant: str, device: torch.device) -> tuple[float, int]:
+def step(
+    engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, variant: str, device: torch.device
+) -> tuple[float, int]:
     """One training step; seconds, and bytes allocated after its forward more than before it."""
     synchronize(device)
     start, before = time.perf_counter(), allocated(device)
@@ -182,8 +190,13 @@ def measure(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, variant: st
     layers = len(engine.module.model.layers)
     # saved_tensors packs inside of what the hooks here see: only the allocator can tell.
     per_token = None if variant.startswith("saved-") else kept_bytes / tokens.numel() / layers
-    mine = dict(variant=variant, kept_per_token_and_layer=per_token, after_forward=max(helds), peak=peak,
-                tokens_per_second=tokens.numel() / statistics.median(times))
+    mine = dict(
+        variant=variant,
+        kept_per_token_and_layer=per_token,
+        after_forward=max(helds),
+        peak=peak,
+        tokens_per_second=tokens.numel() / statistics.median(times),
+    )
     ranks: list[dict] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     worst = {key: max(rank[key] for rank in ranks) for key in ("after_forward", "peak")}
@@ -196,7 +209,10 @@ def measure(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, variant: st
 def table(rows: list[dict]) -> str:
     """Markdown, each number beside its ratio to the first variant's."""
     first = rows[0]
-    lines = ["| checkpointing | kept per token and layer | after forward | peak | tokens/s per rank |", "| --- " * 5 + "|"]
+    lines = [
+        "| checkpointing | kept per token and layer | after forward | peak | tokens/s per rank |",
+        "| --- " * 5 + "|",
+    ]
     for row in rows:
         kept = row["kept_per_token_and_layer"]
         cells = [row["variant"], "-" if kept is None else f"{kept:,.0f} B"]
@@ -235,11 +251,16 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(json.dumps(rows[-1]), flush=True)
     if dist.get_rank() == 0 and rows:
-        print(f"\n{args.model} {' '.join(args.model_args)}, {dist.get_world_size()} x {device.type}, micro-batch "
-              f"{args.micro_batch_size} x {args.seq_len}, recipe {args.recipe}\n\n{table(rows)}", flush=True)
+        print(
+            f"\n{args.model} {' '.join(args.model_args)}, {dist.get_world_size()} x {device.type}, micro-batch "
+            f"{args.micro_batch_size} x {args.seq_len}, recipe {args.recipe}\n\n{table(rows)}",
+            flush=True,
+        )
         if args.output:
             args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "rows": rows}, indent=2))
+            args.output.write_text(
+                json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "rows": rows}, indent=2)
+            )
     dist.destroy_process_group()
 
 

@@ -39,8 +39,10 @@ def main() -> None:
         config = {**base, "ds_fp4": {**base["ds_fp4"], "enabled": True, "checkpointing": checkpointing}}
         paths.append(args.folder / f"{name}.json")
         paths[-1].write_text(json.dumps(config, indent=2) + "\n")
-    print(f"deepspeed launch/pretrain.py --moe {args.moe} --compare {args.recipe} {' '.join(map(str, paths))} "
-          f"--seeds 0 1 2 --output {args.folder}")
+    print(
+        f"deepspeed launch/pretrain.py --moe {args.moe} --compare {args.recipe} {' '.join(map(str, paths))} "
+        f"--seeds 0 1 2 --output {args.folder}"
+    )
 
 
 if __name__ == "__main__":

@@ -71,12 +71,17 @@ def find_targets(model: torch.nn.Module, layers: list[MoELayer], scope: str | li
         names = {module: name for name, module in modules.items()}
         return {names[layer.experts]: layer.experts for layer in layers}
     wanted = _layer_names(model, layers) if scope == "layers" else _matching(modules, scope)
-    return {name: module for name, module in modules.items()
-            if name in wanted and not any(parent in wanted for parent in _parents(name))}
+    return {
+        name: module
+        for name, module in modules.items()
+        if name in wanted and not any(parent in wanted for parent in _parents(name))
+    }
 
 
 def _can_be_called(module: torch.nn.Module) -> bool:
-    return not isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict))
+    return not isinstance(
+        module, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+    )
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -90,11 +95,19 @@ def _layer_names(model: torch.nn.Module, layers: list[MoELayer]) -> set[str]:
     lists = set()
     for layer in layers:
         # The outermost one: a layer may keep lists of its own.
-        holder = next((name for name in reversed(list(_parents(layer.name)))
-                       if isinstance(by_name[name], (torch.nn.ModuleList, torch.nn.Sequential))), None)
+        holder = next(
+            (
+                name
+                for name in reversed(list(_parents(layer.name)))
+                if isinstance(by_name[name], (torch.nn.ModuleList, torch.nn.Sequential))
+            ),
+            None,
+        )
         if holder is None:
-            raise ConfigError(f'{BLOCK}.checkpointing.scope = "layers": {layer.name} is not inside a ModuleList or Sequential, '
-                              "so which modules are layers is unknown; give a list of patterns of module names")
+            raise ConfigError(
+                f'{BLOCK}.checkpointing.scope = "layers": {layer.name} is not inside a ModuleList or Sequential, '
+                "so which modules are layers is unknown; give a list of patterns of module names"
+            )
         lists.add(holder)
     return {f"{holder}.{child}" for holder in lists for child, _ in by_name[holder].named_children()}
 
@@ -105,8 +118,10 @@ def _matching(modules: dict[str, torch.nn.Module], patterns: list[str]) -> set[s
         found = {name for name in modules if fnmatch.fnmatchcase(name, pattern)}
         if not found:
             close = difflib.get_close_matches(pattern, modules, 3, 0.4)
-            raise ConfigError(f"{BLOCK}.checkpointing.scope: the pattern {pattern!r} matches no module"
-                              f"{'. Similar names: ' + ', '.join(close) if close else ''}")
+            raise ConfigError(
+                f"{BLOCK}.checkpointing.scope: the pattern {pattern!r} matches no module"
+                f"{'. Similar names: ' + ', '.join(close) if close else ''}"
+            )
         wanted |= found
     return wanted
 
@@ -134,7 +149,9 @@ _swapped_classes: dict[type, type] = {}
 def _swap(module: torch.nn.Module, options: CheckpointOptions) -> None:
     base = type(module)
     if base not in _swapped_classes:
-        _swapped_classes[base] = type(f"Checkpointed{base.__name__}", (CheckpointedModule, base), {"__module__": __name__})
+        _swapped_classes[base] = type(
+            f"Checkpointed{base.__name__}", (CheckpointedModule, base), {"__module__": __name__}
+        )
     module.__class__ = _swapped_classes[base]
     module.ds_fp4_checkpoint_options = options
 
@@ -185,8 +202,10 @@ def _redirect_hugging_face(model: torch.nn.Module, options: CheckpointOptions) -
         else:
             setattr(module, _HF_FUNCTION, replacement)
     for name in unknown:
-        logger.warning(f"{BLOCK}.checkpointing: the model's layers checkpoint through {name}, which ds_fp4 does not know; "
-                       "they keep BF16 activations. Use gradient_checkpointing_enable(), or leave it out.")
+        logger.warning(
+            f"{BLOCK}.checkpointing: the model's layers checkpoint through {name}, which ds_fp4 does not know; "
+            "they keep BF16 activations. Use gradient_checkpointing_enable(), or leave it out."
+        )
 
 
 def _hook_gradient_checkpointing_enable() -> None:
@@ -229,13 +248,17 @@ def _deepspeed_checkpoint(options: CheckpointOptions, function: Callable, args: 
     if active:
         raise RuntimeError(_refusal(active[0], f"deepspeed.checkpointing.configure({active[0]}=True)"))
     states = deepspeed_checkpointing.get_cuda_rng_tracker().get_states()
-    return options.checkpoint(function, *args, context_fn=lambda: (nullcontext(), _model_parallel_random_states(states)))
+    return options.checkpoint(
+        function, *args, context_fn=lambda: (nullcontext(), _model_parallel_random_states(states))
+    )
 
 
 def _refusal(key: str, found: str) -> str:
     instead = f"; {_INSTEAD[key]}" if key in _INSTEAD else ""
-    return (f"{found} cannot be combined with {BLOCK}.checkpointing.enabled = true, which keeps activations in a form of its "
-            f"own. Set activation_checkpointing.{key} to false{instead}.")
+    return (
+        f"{found} cannot be combined with {BLOCK}.checkpointing.enabled = true, which keeps activations in a form of its "
+        f"own. Set activation_checkpointing.{key} to false{instead}."
+    )
 
 
 def refuse_deepspeed_features(ds_config: dict) -> None:
@@ -253,9 +276,11 @@ def _install_deepspeed_shim() -> None:
     found = list(inspect.signature(original.forward).parameters)[1:]
     switches = [name for name in _DEEPSPEED_FEATURES.values() if not hasattr(deepspeed_checkpointing, name)]
     if found != ["run_function", "all_outputs", "args"] or switches:
-        raise SeamError(f"DeepSpeed {deepspeed.__version__}: activation checkpointing's CheckpointFunction takes {found}, "
-                        f"expected [run_function, all_outputs, args]{', and lacks ' + ', '.join(switches) if switches else ''}. "
-                        "Install a tested release.")
+        raise SeamError(
+            f"DeepSpeed {deepspeed.__version__}: activation checkpointing's CheckpointFunction takes {found}, "
+            f"expected [run_function, all_outputs, args]{', and lacks ' + ', '.join(switches) if switches else ''}. "
+            "Install a tested release."
+        )
 
     class Shim(original):
         _ds_fp4_shim = True
@@ -282,8 +307,10 @@ class _Installed:
         self.options = options
         self.model = weakref.ref(model)
         self._open: list[Any] = []
-        self.hooks = (model.register_forward_pre_hook(self._enter, prepend=True),
-                      model.register_forward_hook(self._leave, always_call=True))
+        self.hooks = (
+            model.register_forward_pre_hook(self._enter, prepend=True),
+            model.register_forward_hook(self._leave, always_call=True),
+        )
 
     def _enter(self, *_: Any) -> None:
         context = redirecting(self.options)

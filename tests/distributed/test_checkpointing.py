@@ -39,6 +39,7 @@ def _train(engine, steps: int = 4) -> list[float]:
 
 def _checkpointed(engine) -> list[str]:
     from ds_fp4.integrations.checkpointing import CheckpointedModule
+
     return [name for name, module in engine.module.named_modules() if isinstance(module, CheckpointedModule)]
 
 
@@ -54,15 +55,25 @@ def _all_cases(cases: list[tuple], import_ds_fp4: bool = True) -> list[tuple[lis
 
 
 LAYERS = {"classic": ["blocks.0", "blocks.1"], "autoep": ["model.layers.0", "model.layers.1"]}
-EXPERTS = {"classic": [f"blocks.{i}.moe.deepspeed_moe.experts" for i in range(2)],
-           "autoep": [f"model.layers.{i}.mlp.experts" for i in range(2)]}
+EXPERTS = {
+    "classic": [f"blocks.{i}.moe.deepspeed_moe.experts" for i in range(2)],
+    "autoep": [f"model.layers.{i}.mlp.experts" for i in range(2)],
+}
 CASES = [
     # kind, checkpointing, recipe, names, options
-    *((kind, dict(scope=scope, **more), "bf16", names[kind], dict(dtype="fp32"))
-      for kind in KINDS for scope, names in (("layers", LAYERS), ("experts", EXPERTS))
-      for more in (dict(), dict(format="fp8"), dict(exact=False), dict(offload="cpu"))),
-    ("autoep", dict(scope=["*.self_attn", "*.mlp"]), "bf16",
-     ["model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.1.self_attn", "model.layers.1.mlp"], {}),
+    *(
+        (kind, dict(scope=scope, **more), "bf16", names[kind], dict(dtype="fp32"))
+        for kind in KINDS
+        for scope, names in (("layers", LAYERS), ("experts", EXPERTS))
+        for more in (dict(), dict(format="fp8"), dict(exact=False), dict(offload="cpu"))
+    ),
+    (
+        "autoep",
+        dict(scope=["*.self_attn", "*.mlp"]),
+        "bf16",
+        ["model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.1.self_attn", "model.layers.1.mlp"],
+        {},
+    ),
     ("autoep", dict(scope=["model.layers.1*"]), "bf16", ["model.layers.1"], {}),
     ("autoep", dict(scope="layers"), "mxfp4", LAYERS["autoep"], dict(zero=1)),
     ("autoep", dict(scope="layers", exact=False), "mxfp4", LAYERS["autoep"], dict(zero=2, accumulation=2)),
@@ -70,7 +81,13 @@ CASES = [
     ("autoep", dict(scope="experts", exact=False), "fp8", EXPERTS["autoep"], dict(zero=3)),
     ("classic", dict(scope="layers", exact=False), "mxfp4", LAYERS["classic"], dict(zero=1)),
     ("classic", dict(scope="layers"), "mxfp4", LAYERS["classic"], dict(model=dict(k=1, noisy_gate_policy="RSample"))),
-    ("classic", dict(scope="layers", exact=False), "bf16", LAYERS["classic"], dict(model=dict(k=1, drop_tokens=False))),
+    (
+        "classic",
+        dict(scope="layers", exact=False),
+        "bf16",
+        LAYERS["classic"],
+        dict(model=dict(k=1, drop_tokens=False)),
+    ),
     ("classic", dict(scope="layers", exact=False), "bf16", LAYERS["classic"], dict(model=dict(k=3))),
     ("classic", dict(scope="layers", exact=False), "bf16", LAYERS["classic"], dict(model=dict(drop_tokens=False))),
     ("classic", dict(scope="experts"), "mxfp4", EXPERTS["classic"], dict(zero=2)),
@@ -79,8 +96,12 @@ CASES = [
 
 def test_every_combination_trains_like_bf16():
     stock = run_ranks(2, _all_cases, [(kind, None, options) for kind, _, _, _, options in CASES], False, timeout=400)
-    packed = run_ranks(2, _all_cases, [(kind, _block(checkpointing, recipe), options)
-                                       for kind, checkpointing, recipe, _, options in CASES], timeout=400)
+    packed = run_ranks(
+        2,
+        _all_cases,
+        [(kind, _block(checkpointing, recipe), options) for kind, checkpointing, recipe, _, options in CASES],
+        timeout=400,
+    )
     for number, (kind, checkpointing, _, names, options) in enumerate(CASES):
         for rank in range(2):
             (reference, _), (losses, found) = stock[rank][number], packed[rank][number]
@@ -93,10 +114,10 @@ def test_every_combination_trains_like_bf16():
 
 
 class _StraightThrough(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, x):
         from ds_fp4.packing import Format, Packer
+
         view, buffer = Packer(Format()).pack(x)
         return view.of(view.run.decode(buffer))
 
@@ -108,9 +129,12 @@ class _StraightThrough(torch.autograd.Function):
 def _on_unpacked_inputs(kind: str, names: list[str], **options) -> list[float]:
     """Training without checkpointing, where the named modules see what packing makes of their first argument."""
     import ds_fp4 as _  # noqa: F401
+
     engine = _engine(kind, None, **options)
     for name in names:
-        engine.module.get_submodule(name).register_forward_pre_hook(lambda module, args: (_StraightThrough.apply(args[0]), *args[1:]))
+        engine.module.get_submodule(name).register_forward_pre_hook(
+            lambda module, args: (_StraightThrough.apply(args[0]), *args[1:])
+        )
     return _train(engine)
 
 
@@ -124,6 +148,7 @@ def test_exact_is_training_on_unpacked_inputs_to_the_bit(kind, scope, names):
 
 def _hugging_face(cases: list[tuple[dict, dict | None, dict | None]]) -> list[list[float]]:
     import ds_fp4 as _  # noqa: F401
+
     results = []
     for checkpointing, before, after in cases:
         engine = _engine("autoep", _block(checkpointing), enable=before)
@@ -136,7 +161,9 @@ def _hugging_face(cases: list[tuple[dict, dict | None, dict | None]]) -> list[li
 
 def test_gradient_checkpointing_enable_goes_through_ds_fp4():
     head = dict(scope=["model.embed_tokens"])  # has nothing to pack: the layers are transformers' business
-    reentrant, not_reentrant = (dict(gradient_checkpointing_kwargs={"use_reentrant": value}) for value in (True, False))
+    reentrant, not_reentrant = (
+        dict(gradient_checkpointing_kwargs={"use_reentrant": value}) for value in (True, False)
+    )
     plain = dict(scope="layers")
     cases = [
         (plain, None, None), (plain, not_reentrant, None), (plain, reentrant, None), (plain, None, {}),
@@ -158,6 +185,7 @@ def _deepspeed_function(checkpointing: dict, model: dict) -> tuple[list[float], 
 
     import ds_fp4 as _  # noqa: F401
     from ds_fp4 import checkpointing as module
+
     engine = _engine("classic", _block(checkpointing), model=model, dtype="fp32")
     calls = []
     original = module.torch_checkpoint
@@ -177,7 +205,8 @@ def test_deepspeeds_checkpoint_goes_through_ds_fp4():
     function = run_ranks(2, _deepspeed_function, other, dict(checkpoint="deepspeed"))
     both = run_ranks(2, _deepspeed_function, dict(scope="layers"), dict(checkpoint="deepspeed"))
     for (losses, count, after), (others, other_count, other_after), (twice, twice_count, _) in zip(
-            layers, function, both, strict=True):
+        layers, function, both, strict=True
+    ):
         # 4 steps of 2 layers, and the embedding's call, which has no tensor to pack
         assert (count, after) == (8, 8) and (other_count, other_after) == (12, 12)
         torch.testing.assert_close(losses, others, rtol=1e-5, atol=0)
@@ -192,6 +221,7 @@ def _random_states() -> list[bool]:
     from deepspeed.runtime.activation_checkpointing import checkpointing as ds
     from ds_fp4.checkpointing import CheckpointOptions, redirecting
     from ds_fp4.integrations.checkpointing import _install_deepspeed_shim
+
     _install_deepspeed_shim()
     tracker = ds.get_cuda_rng_tracker()
     tracker.set_states({"here": torch.arange(4)})
@@ -221,6 +251,7 @@ def _routing(exact: bool, one_sided: bool) -> tuple[list[bool], int, list[tuple[
     from deepspeed.moe.ep_router import TokenChoiceTopKRouter
     from ds_fp4.checkpointing import recomputing
     from ds_fp4.traffic import AllToAllTraffic
+
     engine = _engine("autoep", _block(dict(scope="layers", exact=exact)), dtype="fp32")
     if one_sided:
         for layer in engine.module.model.layers:  # every token to experts 0 and 1, which rank 0 holds
@@ -265,6 +296,7 @@ def test_routing_is_kept_across_ranks(exact, one_sided):
 
 def _stays(kind: str, folder: str) -> tuple:
     import ds_fp4 as _  # noqa: F401
+
     rank = torch.distributed.get_rank()
     data = models.batches(4, rank)
     stock = _engine(kind, None, zero=1)
@@ -284,7 +316,10 @@ def _stays(kind: str, folder: str) -> tuple:
     engine.save_checkpoint(folder)
     torch.manual_seed(5)
     expected = models.train(engine, data[2:])
-    same_names = sorted(engine.module.state_dict()) == names and type(engine.module).__name__ in ("ClassicModel", "MixtralForCausalLM")
+    same_names = sorted(engine.module.state_dict()) == names and type(engine.module).__name__ in (
+        "ClassicModel",
+        "MixtralForCausalLM",
+    )
     engine.destroy()
     resumed = _engine(kind, _block(dict(scope="layers")), zero=1)
     resumed.load_checkpoint(folder)
@@ -307,6 +342,7 @@ def test_names_eval_and_saved_checkpoints_stay_as_they_are(kind, tmp_path):
 def _second_engine() -> tuple[list[str], list[str], list[bool]]:
     import ds_fp4 as _  # noqa: F401
     from ds_fp4.integrations.checkpointing import _INSTALLED, _Installed, _Redirected
+
     model = models.mixtral()
     model.gradient_checkpointing_enable()
     first = models.build(model, models.ds_config(_block(dict(scope="experts"), "mxfp4"), ep_size=2))
@@ -315,9 +351,13 @@ def _second_engine() -> tuple[list[str], list[str], list[bool]]:
     first.destroy()
     second = models.build(model, models.ds_config(None))
     restored = [not isinstance(layer._gradient_checkpointing_func, _Redirected) for layer in model.model.layers]
-    restored += [not any(_INSTALLED in module.__dict__ for module in model.modules()),
-                 not any(isinstance(getattr(hook, "__self__", None), _Installed)
-                         for hook in (*model._forward_hooks.values(), *model._forward_pre_hooks.values()))]
+    restored += [
+        not any(_INSTALLED in module.__dict__ for module in model.modules()),
+        not any(
+            isinstance(getattr(hook, "__self__", None), _Installed)
+            for hook in (*model._forward_hooks.values(), *model._forward_pre_hooks.values())
+        ),
+    ]
     return found, _checkpointed(second), redirected + restored
 
 
@@ -330,6 +370,7 @@ def _refused(block: dict, config: dict, configure: dict | None) -> None:
     import deepspeed
 
     import ds_fp4 as _  # noqa: F401
+
     engine = _engine("classic", block, model=dict(checkpoint="deepspeed"), **config)
     if configure:
         deepspeed.checkpointing.configure(None, **configure)
@@ -338,11 +379,20 @@ def _refused(block: dict, config: dict, configure: dict | None) -> None:
 
 REFUSED = [
     (dict(scope=["block.0"]), {}, None, "the pattern 'block.0' matches no module. Similar names: blocks.0"),
-    ({}, {"activation_checkpointing": {"cpu_checkpointing": True}}, None,
-     "activation_checkpointing.cpu_checkpointing = True cannot be combined with ds_fp4.checkpointing.enabled = true, which keeps "
-     'activations in a form of its own. Set activation_checkpointing.cpu_checkpointing to false; ds_fp4.checkpointing.offload = '
-     '"cpu" does that'),
-    (dict(scope=["embedding"]), {}, dict(partition_activations=True), "deepspeed.checkpointing.configure(partition_activations=True)"),
+    (
+        {},
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        None,
+        "activation_checkpointing.cpu_checkpointing = True cannot be combined with ds_fp4.checkpointing.enabled = true, which keeps "
+        "activations in a form of its own. Set activation_checkpointing.cpu_checkpointing to false; ds_fp4.checkpointing.offload = "
+        '"cpu" does that',
+    ),
+    (
+        dict(scope=["embedding"]),
+        {},
+        dict(partition_activations=True),
+        "deepspeed.checkpointing.configure(partition_activations=True)",
+    ),
 ]
 
 
@@ -355,6 +405,7 @@ def test_what_cannot_work_is_refused_on_every_rank(checkpointing, config, config
 
 def _different_blocks() -> None:
     import ds_fp4 as _  # noqa: F401
+
     rank = torch.distributed.get_rank()
     _engine("classic", _block(dict(scope="experts" if rank else "layers", exact=bool(rank))))
 
@@ -369,13 +420,16 @@ def test_ranks_that_differ_are_named():
 
 def _tensors_after_steps(kind: str, checkpointing: dict | None, model: dict) -> list[int]:
     import ds_fp4 as _  # noqa: F401
+
     engine = _engine(kind, _block(checkpointing), model=model)
     _StraightThrough.apply(torch.ones(64, 64, dtype=torch.bfloat16))  # the format's tables are made once
     counts = []
     for tokens in models.batches(6, torch.distributed.get_rank()):
         engine.backward(models.loss_of(engine, tokens))
         gc.collect()
-        counts.append(sum(o.numel() for o in gc.get_objects() if isinstance(o, torch.Tensor) and not isinstance(o, nn.Parameter)))
+        counts.append(
+            sum(o.numel() for o in gc.get_objects() if isinstance(o, torch.Tensor) and not isinstance(o, nn.Parameter))
+        )
         engine.step()
     return counts
 
@@ -391,6 +445,7 @@ def test_nothing_is_left_after_backward(kind, model):
 
 def _losses_of_the_gate() -> list[bool]:
     import ds_fp4 as _  # noqa: F401
+
     engine = _engine("classic", _block(dict(scope="layers")))
     layers = [block.moe.deepspeed_moe for block in engine.module.blocks]
     loss = models.loss_of(engine, models.batches(1, 0)[0])
@@ -405,6 +460,7 @@ def test_recomputing_leaves_the_gates_loss_alone():
 
 def _compiled(kind: str) -> tuple[list[float], list[float]]:
     import ds_fp4 as _  # noqa: F401
+
     data = models.batches(3, torch.distributed.get_rank())
     losses = []
     for compiled in (False, True):
@@ -424,7 +480,6 @@ def test_compiled_models(kind):
 
 
 class _Tokens(torch.utils.data.Dataset):
-
     def __len__(self) -> int:
         return 64
 
@@ -436,13 +491,28 @@ class _Tokens(torch.utils.data.Dataset):
 def _trainer(folder: str, checkpointing: dict, gradient_checkpointing: bool) -> list[float]:
     import ds_fp4 as _  # noqa: F401
     from transformers import Trainer, TrainingArguments
+
     config = models.ds_config(_block(checkpointing), ep_size=2)
-    config.update(train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto", gradient_clipping="auto",
-                  bf16={"enabled": "auto"})
+    config.update(
+        train_micro_batch_size_per_gpu="auto",
+        gradient_accumulation_steps="auto",
+        gradient_clipping="auto",
+        bf16={"enabled": "auto"},
+    )
     config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
-    arguments = TrainingArguments(folder, per_device_train_batch_size=2, max_steps=3, logging_steps=1, report_to=[], bf16=True,
-                                  use_cpu=not torch.cuda.is_available(), deepspeed=config, save_strategy="no", disable_tqdm=True,
-                                  gradient_checkpointing=gradient_checkpointing)
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=2,
+        max_steps=3,
+        logging_steps=1,
+        report_to=[],
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        deepspeed=config,
+        save_strategy="no",
+        disable_tqdm=True,
+        gradient_checkpointing=gradient_checkpointing,
+    )
     trainer = Trainer(models.mixtral(), arguments, train_dataset=_Tokens())
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -457,6 +527,7 @@ def test_hugging_face_trainer(tmp_path):
 
 def _router_logits(checkpointing: dict | None) -> float:
     import ds_fp4 as _  # noqa: F401
+
     engine = _engine("autoep", _block(checkpointing))
     tokens = models.batches(1, torch.distributed.get_rank())[0]
     output = engine(input_ids=tokens, labels=tokens, use_cache=False, output_router_logits=True)
@@ -474,12 +545,19 @@ def _summary() -> str:
     import ds_fp4.engine as hook
     from ds_fp4.startup import Announcement
     from ds_fp4.summary import summary_lines
+
     engine = models.build(models.mixtral(num_hidden_layers=3), models.ds_config(ep_size=2))
-    plan = hook.make_plan({"ds_fp4": _block(dict(scope="experts", format="fp8", offload="cpu"))}, engine.module,
-                          torch.device("cpu"), Announcement("test"))
+    plan = hook.make_plan(
+        {"ds_fp4": _block(dict(scope="experts", format="fp8", offload="cpu"))},
+        engine.module,
+        torch.device("cpu"),
+        Announcement("test"),
+    )
     return "\n".join(summary_lines(plan))
 
 
 def test_summary_says_what_is_checkpointed():
-    assert ("checkpointed, inputs kept in fp8 in host memory, forward on the same values: model.layers.{0-2}.mlp.experts"
-            in run_ranks(2, _summary)[0])
+    assert (
+        "checkpointed, inputs kept in fp8 in host memory, forward on the same values: model.layers.{0-2}.mlp.experts"
+        in run_ranks(2, _summary)[0]
+    )

@@ -45,7 +45,9 @@ def test_equals_pytorchs_checkpoint(name, options):
 @pytest.mark.parametrize("format, _", FORMATS)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 def test_exact_equals_the_function_on_the_unpacked_input(format, _, dtype):
-    net = nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Dropout(0.1), nn.Linear(2048, 512)).to("cuda", dtype)
+    net = nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Dropout(0.1), nn.Linear(2048, 512)).to(
+        "cuda", dtype
+    )
     x = torch.randn(1024, 512, device="cuda", dtype=dtype).requires_grad_()
 
     def run(function: Callable, x: torch.Tensor) -> list[torch.Tensor]:
@@ -61,16 +63,28 @@ def test_exact_equals_the_function_on_the_unpacked_input(format, _, dtype):
 
 @pytest.mark.parametrize("format, _", FORMATS)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-@pytest.mark.parametrize("make", (
-    lambda: torch.randn(64, 7168), lambda: torch.randn(4, 33, 96).transpose(0, 1), lambda: torch.randn(70, 67),
-    lambda: torch.randn(100, 256)[:, 32:160], lambda: torch.randn(64, 64).expand(3, 64, 64), lambda: torch.randn(5000),
-), ids=("rows", "transposed", "odd", "slice", "expanded", "flat"))
+@pytest.mark.parametrize(
+    "make",
+    (
+        lambda: torch.randn(64, 7168),
+        lambda: torch.randn(4, 33, 96).transpose(0, 1),
+        lambda: torch.randn(70, 67),
+        lambda: torch.randn(100, 256)[:, 32:160],
+        lambda: torch.randn(64, 64).expand(3, 64, 64),
+        lambda: torch.randn(5000),
+    ),
+    ids=("rows", "transposed", "odd", "slice", "expanded", "flat"),
+)
 def test_bytes_are_those_of_the_host(make, dtype, format, _):
     t = make().to(dtype)
     view, buffer = Packer(Format(format)).pack(t)
-    gpu_view, gpu_buffer = Packer(Format(format)).pack(t.cuda() if t.is_contiguous() else
-                                                       torch.empty_strided(t.shape, t.stride(), dtype=dtype, device="cuda").copy_(t)
-                                                       if 0 not in t.stride() else t[:1].cuda().expand(t.shape))
+    gpu_view, gpu_buffer = Packer(Format(format)).pack(
+        t.cuda()
+        if t.is_contiguous()
+        else torch.empty_strided(t.shape, t.stride(), dtype=dtype, device="cuda").copy_(t)
+        if 0 not in t.stride()
+        else t[:1].cuda().expand(t.shape)
+    )
     assert torch.equal(view.of(view.run.decode(buffer)), gpu_view.of(gpu_view.run.decode(gpu_buffer)).cpu())
     if gpu_view.run == view.run:
         assert torch.equal(buffer, gpu_buffer.cpu())
@@ -145,8 +159,12 @@ def test_saved_tensors_by_the_allocator(format, limit):
 
 def _blocks(layers: int, width: int) -> nn.ModuleList:
     torch.manual_seed(0)
-    return nn.ModuleList([nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
-                          for _ in range(layers)]).to("cuda", torch.bfloat16)
+    return nn.ModuleList(
+        [
+            nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
+            for _ in range(layers)
+        ]
+    ).to("cuda", torch.bfloat16)
 
 
 def test_offload_gives_the_same_bits_under_pressure():

@@ -41,12 +41,15 @@ class Case:
         self.ck, self.format = ck, format
         self.device, self.dtype = torch.device(device), dtype
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.2),
-                                 nn.Linear(2 * WIDTH, WIDTH)).to(self.device, dtype)
+        self.net = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(2 * WIDTH, WIDTH)
+        ).to(self.device, dtype)
 
     def values(self, seed: int = 1, shape: tuple[int, ...] = (ROWS, WIDTH)) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        return unpacked(torch.randn(shape, generator=generator).to(self.device, self.dtype).requires_grad_(), self.format)
+        return unpacked(
+            torch.randn(shape, generator=generator).to(self.device, self.dtype).requires_grad_(), self.format
+        )
 
     def finish(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Backward of the sum of squares; outputs and all gradients."""
@@ -105,8 +108,16 @@ def keywords_and_nested_arguments(case: Case) -> list[torch.Tensor]:
         y = first * rest[0] + rest[1][0].sin() * named.left.exp() + named.right
         return case.net(y) + mapping["inner"][0] * ordered["weight"]
 
-    y = case.ck(function, a, [b, (c, 3)], True, named=Pair(d, 0.5), mapping={"inner": [e]},
-                ordered=OrderedDict(weight=small), text="mean")
+    y = case.ck(
+        function,
+        a,
+        [b, (c, 3)],
+        True,
+        named=Pair(d, 0.5),
+        mapping={"inner": [e]},
+        ordered=OrderedDict(weight=small),
+        text="mean",
+    )
     return case.finish([y], [a, b, c, d, e, small])
 
 
@@ -220,7 +231,7 @@ def in_place_on_intermediates(case: Case) -> list[torch.Tensor]:
         y = a.sin()
         y.mul_(2).add_(a)
         z = torch.zeros_like(y)
-        z[: ROWS // 2] = y[ROWS // 2:]
+        z[: ROWS // 2] = y[ROWS // 2 :]
         return case.net(z.exp_())
 
     return case.finish([case.ck(function, x)], [x])

@@ -27,12 +27,16 @@ def _bits_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("options", [
-    dict(ds_fp4_format="mxfp4"),
-    dict(ds_fp4_format="fp8"),
-    dict(ds_fp4_format="mxfp4", ds_fp4_exact=False),
-    dict(ds_fp4_format="mxfp4", ds_fp4_offload="cpu"),
-], ids=lambda options: "-".join(str(value) for value in options.values()))
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(ds_fp4_format="mxfp4"),
+        dict(ds_fp4_format="fp8"),
+        dict(ds_fp4_format="mxfp4", ds_fp4_exact=False),
+        dict(ds_fp4_format="mxfp4", ds_fp4_offload="cpu"),
+    ],
+    ids=lambda options: "-".join(str(value) for value in options.values()),
+)
 def test_equals_pytorchs_checkpoint(name, options):
     ck = functools.partial(ds_fp4.checkpoint, **options)
     format = options["ds_fp4_format"]
@@ -44,7 +48,9 @@ def test_equals_pytorchs_checkpoint(name, options):
 @pytest.mark.parametrize("name", ("dropout", "nested", "same_input_twice", "in_place_on_intermediates", "autocast"))
 def test_equals_the_function_without_checkpointing(name, dtype, format):
     plain = SCENARIOS[name](Case(lambda function, *args, **kwargs: function(*args, **kwargs), format, dtype=dtype))
-    _bits_equal(SCENARIOS[name](Case(functools.partial(ds_fp4.checkpoint, ds_fp4_format=format), format, dtype=dtype)), plain)
+    _bits_equal(
+        SCENARIOS[name](Case(functools.partial(ds_fp4.checkpoint, ds_fp4_format=format), format, dtype=dtype)), plain
+    )
 
 
 def _grads(function, x: torch.Tensor, net: nn.Module) -> list[torch.Tensor]:
@@ -129,8 +135,10 @@ class _Saved:
 
     @property
     def nbytes(self) -> int:
-        return sum(storage.nbytes() for storage in {t.untyped_storage().data_ptr(): t.untyped_storage()
-                                                    for t in self.tensors}.values())
+        return sum(
+            storage.nbytes()
+            for storage in {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self.tensors}.values()
+        )
 
 
 @pytest.mark.parametrize("format, limit", (("mxfp4", 0.27), ("fp8", 0.52)))
@@ -150,7 +158,9 @@ def test_each_activation_is_packed_once():
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     once = 0.53125 * x.numel()
     with _Saved() as saved:
-        ds_fp4.checkpoint(lambda *args: sum(a.sum() for a in args), x, x, x[:40], x.view(WIDTH, ROWS), x.expand(2, ROWS, WIDTH))
+        ds_fp4.checkpoint(
+            lambda *args: sum(a.sum() for a in args), x, x, x[:40], x.view(WIDTH, ROWS), x.expand(2, ROWS, WIDTH)
+        )
     assert [t.numel() for t in saved.tensors] == [once]
     with _Saved() as saved:
         y = ds_fp4.checkpoint(torch.sin, x)
@@ -172,8 +182,18 @@ def test_what_is_left_alone():
     statistics = torch.rand(4096, 1, requires_grad=True)
     double = torch.randn(64, 64, dtype=torch.float64, requires_grad=True)
     integers = torch.arange(4096).view(64, 64)
-    arguments = [weight, weight.t(), weight[:40], weight.to(torch.bfloat16), torch.cat([weight, weight]), frozen, small,
-                 statistics, double, integers]
+    arguments = [
+        weight,
+        weight.t(),
+        weight[:40],
+        weight.to(torch.bfloat16),
+        torch.cat([weight, weight]),
+        frozen,
+        small,
+        statistics,
+        double,
+        integers,
+    ]
     seen = []
     with _Saved() as saved:
         ds_fp4.checkpoint(lambda *args: seen.extend(args), *arguments)
@@ -205,14 +225,17 @@ def test_a_container_that_holds_itself():
     assert loop[0].grad is not None
 
 
-@pytest.mark.parametrize("options, message", (
-    (dict(use_reentrant=True), "use_reentrant=True: ds_fp4.checkpoint has PyTorch's non-reentrant"),
-    (dict(ds_fp4_format="fp4"), "format 'fp4': expected \"mxfp4\" or \"fp8\""),
-    (dict(ds_fp4_exact=1), "ds_fp4_exact=1: expected True or False"),
-    (dict(ds_fp4_offload="disk"), "ds_fp4_offload='disk': expected \"none\" or \"cpu\""),
-    (dict(ds_fp4_scale_rounding="up"), "scale_rounding 'up': expected one of"),
-    (dict(determinism_check="all"), "determinism_check"),
-))
+@pytest.mark.parametrize(
+    "options, message",
+    (
+        (dict(use_reentrant=True), "use_reentrant=True: ds_fp4.checkpoint has PyTorch's non-reentrant"),
+        (dict(ds_fp4_format="fp4"), 'format \'fp4\': expected "mxfp4" or "fp8"'),
+        (dict(ds_fp4_exact=1), "ds_fp4_exact=1: expected True or False"),
+        (dict(ds_fp4_offload="disk"), 'ds_fp4_offload=\'disk\': expected "none" or "cpu"'),
+        (dict(ds_fp4_scale_rounding="up"), "scale_rounding 'up': expected one of"),
+        (dict(determinism_check="all"), "determinism_check"),
+    ),
+)
 def test_wrong_options(options, message):
     with pytest.raises(ValueError) as error:
         ds_fp4.checkpoint(torch.sin, torch.ones(ROWS, WIDTH, requires_grad=True), **options)

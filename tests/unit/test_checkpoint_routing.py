@@ -66,8 +66,15 @@ def _by_group(scores):
     return torch.topk(input=masked, k=2)
 
 
-SELECTIONS = {"topk": lambda scores: torch.topk(scores, 2, dim=-1), "topk method": lambda scores: scores.topk(2),
-              "argmax": _by_argmax, "sort": _by_sort, "max": _by_max, "argsort": _by_argsort, "groups": _by_group}
+SELECTIONS = {
+    "topk": lambda scores: torch.topk(scores, 2, dim=-1),
+    "topk method": lambda scores: scores.topk(2),
+    "argmax": _by_argmax,
+    "sort": _by_sort,
+    "max": _by_max,
+    "argsort": _by_argsort,
+    "groups": _by_group,
+}
 
 
 def _routes(select, exact: bool, format: str = "mxfp4") -> tuple[_MoE, torch.Tensor]:
@@ -149,8 +156,10 @@ def test_another_path_is_refused_by_name():
 
     with pytest.raises(RoutingError) as error:
         ds_fp4.checkpoint(function, x, ds_fp4_exact=False).sum().backward()
-    assert "selection 1 of the recomputation is topk of (256, 64), dim 0; the forward's was topk of (256, 64), dim -1" in str(
-        error.value)
+    assert (
+        "selection 1 of the recomputation is topk of (256, 64), dim 0; the forward's was topk of (256, 64), dim -1"
+        in str(error.value)
+    )
     assert "Set ds_fp4_exact=True (ds_fp4.checkpointing.exact)" in str(error.value)
 
 
@@ -169,13 +178,26 @@ def test_what_is_no_selection_is_left_alone():
     assert [made.name for made in selections._made] == ["topk"]
 
 
-@pytest.mark.parametrize("function", (
-    lambda x: x.topk(3), lambda x: x.topk(3, 0), lambda x: x.sort(), lambda x: torch.sort(x, 0, True),
-    lambda x: torch.sort(x, stable=True, dim=0), lambda x: x.max(1), lambda x: x.max(dim=0, keepdim=True),
-    lambda x: torch.min(x, -1), lambda x: x.kthvalue(2), lambda x: torch.kthvalue(x, 2, 0), lambda x: x.argmax(),
-    lambda x: x.argmax(1, keepdim=True), lambda x: torch.argmin(x, 0), lambda x: x.argsort(descending=True),
-    lambda x: torch.softmax(x, -1).multinomial(2),
-))
+@pytest.mark.parametrize(
+    "function",
+    (
+        lambda x: x.topk(3),
+        lambda x: x.topk(3, 0),
+        lambda x: x.sort(),
+        lambda x: torch.sort(x, 0, True),
+        lambda x: torch.sort(x, stable=True, dim=0),
+        lambda x: x.max(1),
+        lambda x: x.max(dim=0, keepdim=True),
+        lambda x: torch.min(x, -1),
+        lambda x: x.kthvalue(2),
+        lambda x: torch.kthvalue(x, 2, 0),
+        lambda x: x.argmax(),
+        lambda x: x.argmax(1, keepdim=True),
+        lambda x: torch.argmin(x, 0),
+        lambda x: x.argsort(descending=True),
+        lambda x: torch.softmax(x, -1).multinomial(2),
+    ),
+)
 def test_replaying_on_the_same_values_changes_nothing(function):
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(2), requires_grad=True)
     selections = Selections()

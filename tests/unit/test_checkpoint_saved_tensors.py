@@ -51,7 +51,7 @@ def _tensors(draw):
         elif kind == "slice" and t.shape[dim] > 2:
             t = t.narrow(dim, 1, t.shape[dim] - 2)
         elif kind == "step":
-            t = t[(slice(None), ) * dim + (slice(None, None, 2), )]
+            t = t[(slice(None),) * dim + (slice(None, None, 2),)]
         elif kind == "expand" and t.dim() < 5:
             t = t.unsqueeze(dim).expand(*t.shape[:dim], 3, *t.shape[dim:])
     return t
@@ -81,11 +81,23 @@ def test_views_of_one_memory_are_packed_once():
     packer = Packer(Format())
     x = torch.randn(32, 4, 64)
     base, buffer = packer.pack(x)
-    for t in (x, x.detach(), x.view(-1, 64), x.view(-1), x.transpose(0, 1), x[3:30], x[:, :, :32], x[:, ::2], x.expand(2, 32, 4, 64)):
+    for t in (
+        x,
+        x.detach(),
+        x.view(-1, 64),
+        x.view(-1),
+        x.transpose(0, 1),
+        x[3:30],
+        x[:, :, :32],
+        x[:, ::2],
+        x.expand(2, 32, 4, 64),
+    ):
         view, again = packer.pack(t)
         assert again is buffer
-        assert torch.equal(view.of(view.run.decode(again)), base.of(base.run.decode(buffer)).as_strided(
-            t.shape, t.stride(), t.storage_offset()))
+        assert torch.equal(
+            view.of(view.run.decode(again)),
+            base.of(base.run.decode(buffer)).as_strided(t.shape, t.stride(), t.storage_offset()),
+        )
     assert packer.pack(x.clone())[1] is not buffer
     assert packer.pack(x.view(torch.int32).view(torch.float32))[1] is buffer
     x.mul_(2)
@@ -214,8 +226,10 @@ def test_parameters_are_never_packed_under_autocast_nor_as_views():
     weight = model[0].weight
     x = torch.randn(64, 64, requires_grad=True)
     seen = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t), torch.autocast(
-            "cpu", dtype=torch.bfloat16):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
         model(x) @ torch.cat([weight, model[1].weight], 0)[:64].to(torch.bfloat16).t()
     cast = weight.detach().bfloat16()
     weights = [t for t in seen if any(torch.equal(t.detach(), w) for w in (cast, cast.t()))]
@@ -284,7 +298,7 @@ def test_contexts_nest_and_hold_checkpoints():
     y.sum().backward()
 
 
-@pytest.mark.parametrize("arguments", (("int4", ), ("mxfp4", "up")))
+@pytest.mark.parametrize("arguments", (("int4",), ("mxfp4", "up")))
 def test_wrong_arguments(arguments):
     with pytest.raises(ValueError, match="expected"):
         ds_fp4.saved_tensors(arguments[0], **({"scale_rounding": arguments[1]} if len(arguments) > 1 else {}))
