@@ -11,26 +11,31 @@ else
   SETUP  := $(VENV)/.installed
 endif
 BIN := $(dir $(shell command -v $(PYTHON) 2>/dev/null || echo $(PYTHON)))
+# All GPUs (or those in CUDA_VISIBLE_DEVICES); else two CPU processes of one thread each: more threads than cores make
+# them many times slower.
+GPUS   = $(shell $(PYTHON) -c "import torch; print(torch.cuda.device_count())")
+LAUNCH = $(if $(filter-out 0,$(GPUS)),,DS_ACCELERATOR=cpu OMP_NUM_THREADS=1) \
+         $(PYTHON) -m deepspeed.launcher.runner -q $(if $(filter-out 0,$(GPUS)),,--num_gpus 2)
 CUDA_FILES := $(wildcard ops/csrc/*.cuh ops/csrc/*.cu ops/csrc/*.cpp ops/csrc/*.h)
 
 .PHONY: train test test-gpu checkstyle format clean
 
 train: $(SETUP)  ## train bf16 and mxfp4 on the same text, end with a table and a picture
-	$(PYTHON) launch/train.py
+	$(LAUNCH) launch/pretrain.py --compare bf16 mxfp4
 
 test: $(SETUP)  ## everything that runs here; GPU tests skip themselves without a GPU
-	$(PYTHON) -m pytest tests -q
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests -q
 
 test-gpu: $(SETUP)
 	$(PYTHON) -m pytest tests/gpu -q
 
 checkstyle: $(SETUP)
 	$(PYTHON) -m ruff check .
-	$(PYTHON) -m clang_format --dry-run --Werror $(CUDA_FILES)
+	$(BIN)clang-format --dry-run --Werror $(CUDA_FILES)
 
 format: $(SETUP)
 	$(PYTHON) -m ruff check --fix .
-	$(PYTHON) -m clang_format -i $(CUDA_FILES)
+	$(BIN)clang-format -i $(CUDA_FILES)
 
 $(VENV)/.installed: pyproject.toml setup.py
 	python3 -m venv $(VENV)

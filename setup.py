@@ -2,6 +2,7 @@
 # ds_fp4 Team
 """Packaging that pyproject.toml cannot say: the `ops` folder is the package `ds_fp4.ops`, and DS_BUILD_FP4=1 compiles
 its CUDA kernels at install instead of on first use."""
+
 import os
 import sys
 
@@ -14,16 +15,12 @@ if os.environ.get("DS_BUILD_FP4", "0") == "1":
     # Needs torch, DeepSpeed and nvcc: `DS_BUILD_FP4=1 pip install --no-build-isolation .`
     sys.path.insert(0, os.path.join(root, "ops"))
     from build_support import extension_options
+
     options = extension_options(root)
 
 setup(
-    packages=[
-        "ds_fp4", "ds_fp4.formats", "ds_fp4.integrations", "ds_fp4.cli", "ds_fp4.ops", "ds_fp4.ops.csrc"
-    ],
-    package_dir={
-        "ds_fp4": "ds_fp4",
-        "ds_fp4.ops": "ops"
-    },
+    packages=["ds_fp4", "ds_fp4.formats", "ds_fp4.integrations", "ds_fp4.cli", "ds_fp4.ops", "ds_fp4.ops.csrc"],
+    package_dir={"ds_fp4": "ds_fp4", "ds_fp4.ops": "ops"},
     package_data={"ds_fp4.ops.csrc": ["*.cuh", "*.cu", "*.cpp", "*.h"]},
     **options,
 )

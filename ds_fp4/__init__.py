@@ -3,8 +3,8 @@
 """MXFP4 activations and expert-parallel traffic, FP8 compute, for Mixture-of-Experts training with DeepSpeed.
 
 `import ds_fp4` anywhere before the DeepSpeed engine is built makes the `ds_fp4` block of its JSON configuration take
-effect. `ds_fp4.ops` are the conversions themselves, `ds_fp4.formats` their definition in plain PyTorch. `ds_fp4.checkpoint` and
-`ds_fp4.saved_tensors` keep activations packed, with or without an engine.
+effect. `ds_fp4.ops` are the conversions themselves, `ds_fp4.formats` their definition in plain PyTorch.
+`ds_fp4.checkpoint` and `ds_fp4.saved_tensors` keep activations packed, with or without an engine.
 """
 
 from ds_fp4 import engine

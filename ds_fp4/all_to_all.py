@@ -23,6 +23,7 @@ from ds_fp4.config import LayerRecipe
 @dataclass(frozen=True)
 class Leg:
     """One leg of the exchange: what travels forward and what travels backward. None sends tensors as they are."""
+
     name: str
     forward: Codec | None
     backward: Codec | None
@@ -34,12 +35,19 @@ def make_legs(recipe: LayerRecipe, hidden: int) -> tuple[Leg, Leg]:
     def codec(name: str) -> Codec | None:
         return make_codec(name, hidden, recipe.scale_rounding)
 
-    return (Leg("dispatch", codec(recipe.dispatch_forward), codec(recipe.dispatch_backward)),
-            Leg("combine", codec(recipe.combine_forward), codec(recipe.combine_backward)))
+    return (
+        Leg("dispatch", codec(recipe.dispatch_forward), codec(recipe.dispatch_backward)),
+        Leg("combine", codec(recipe.combine_forward), codec(recipe.combine_backward)),
+    )
 
 
-def _exchange(rows: torch.Tensor, codec: Codec | None, group: Any, send_splits: list[int] | None,
-              receive_splits: list[int] | None) -> torch.Tensor:
+def _exchange(
+    rows: torch.Tensor,
+    codec: Codec | None,
+    group: Any,
+    send_splits: list[int] | None,
+    receive_splits: list[int] | None,
+) -> torch.Tensor:
     """[N, hidden] -> [sum(receive_splits) or N, hidden], in one collective."""
     payload = rows.contiguous() if codec is None else codec.encode(rows)
     received_rows = payload.shape[0] if receive_splits is None else sum(receive_splits)
@@ -49,7 +57,6 @@ def _exchange(rows: torch.Tensor, codec: Codec | None, group: Any, send_splits: 
 
 
 class _CodecAllToAll(torch.autograd.Function):
-
     @staticmethod
     def forward(ctx, rows, leg, group, send_splits, receive_splits):
         ctx.leg, ctx.group, ctx.splits = leg, group, (receive_splits, send_splits)
@@ -61,8 +68,13 @@ class _CodecAllToAll(torch.autograd.Function):
         return _exchange(grad, ctx.leg.backward, ctx.group, *ctx.splits), None, None, None, None
 
 
-def codec_all_to_all(rows: torch.Tensor, leg: Leg, group: Any, send_splits: list[int] | None = None,
-                     receive_splits: list[int] | None = None) -> torch.Tensor:
+def codec_all_to_all(
+    rows: torch.Tensor,
+    leg: Leg,
+    group: Any,
+    send_splits: list[int] | None = None,
+    receive_splits: list[int] | None = None,
+) -> torch.Tensor:
     """Differentiable all-to-all of rows.
 
     Args:

@@ -5,8 +5,8 @@
     forward    x ── pack ──> bytes, kept ── unpack ──> x' ──> function(x')        exact: x' here as well
     backward                 bytes ──────── unpack ──> x' ──> function(x'), recomputed for its saved tensors
 
-Recomputation itself is PyTorch's: `torch.utils.checkpoint` is handed the bytes in place of the tensors and unpacks
-them at the start of what it recomputes. So nesting, early stop, random numbers, autocast, `retain_graph` and its checks
+Recomputation itself is PyTorch's: `torch.utils.checkpoint` is handed the bytes in place of the tensors, and what it
+recomputes begins with unpacking them. So nesting, early stop, random numbers, autocast, `retain_graph` and the checks
 are PyTorch's too.
 """
 
@@ -51,10 +51,10 @@ class CheckpointOptions:
             raise ValueError(f"ds_fp4_exact={self.exact!r}: expected True or False")
 
     def checkpoint(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """`ds_fp4.checkpoint` with these options; inside another one only `function(*args)`, which is recomputed with it.
+        """`ds_fp4.checkpoint` with these options; inside another one just `function(*args)`, recomputed with it.
 
         Args:
-            kwargs: PyTorch's options (`TORCH_OPTIONS`) only, so that a keyword of the function's cannot be taken for one.
+            kwargs: PyTorch's options (`TORCH_OPTIONS`) only: a keyword of the function's could be taken for one.
         """
         if checkpoint_depth():
             return function(*args)
@@ -110,8 +110,8 @@ def redirection() -> CheckpointOptions | None:
 class _Unpacked(torch.autograd.Function):
     """Unpacked values in the place of `source`, whose gradient is theirs.
 
-    `source` is the original in a forward. In a recomputation the original is gone: an empty tensor that needs a gradient
-    stands in, so that the same operations save the same tensors, and is given none.
+    `source` is the original in a forward. In a recomputation the original is gone: an empty tensor that needs a
+    gradient stands in, so that the same operations save the same tensors, and is given none.
     """
 
     @staticmethod
@@ -151,8 +151,8 @@ def _fill(value: Any, values: list) -> Any:
 class _Arguments:
     """A call's arguments with the tensors taken out and the activations among them packed.
 
-    Containers that hold an activation are rebuilt around it; all others, and everything in them, are passed as they are.
-    Looked into are lists, tuples, named tuples and dictionaries, not their subclasses and not other objects.
+    Containers that hold an activation are rebuilt around it; all others, and everything in them, are passed as they
+    are. Looked into are lists, tuples, named tuples and dictionaries, not their subclasses and not other objects.
 
     Attributes:
         tensors: the distinct tensors that were taken out.
@@ -253,11 +253,11 @@ def checkpoint(
         args, kwargs: its arguments, and PyTorch's options `context_fn`, `determinism_check`, `debug`, `early_stop` and
             `preserve_rng_state`.
         ds_fp4_format: "mxfp4" (0.27 of BF16's bytes) or "fp8" (0.50).
-        ds_fp4_exact: True runs the forward on the unpacked values too, so that outputs and gradients are exactly those of
-            the function on unpacked inputs. False gives the forward the original values and only the recomputation the
-            packed ones; selections by value (expert routing) are then kept from the forward (`ds_fp4.routing`).
-        ds_fp4_offload: "cpu" moves the packed bytes to pinned host memory and back on streams of their own. A call inside
-            another `ds_fp4.checkpoint` leaves them on the device: they do not outlive the outer recomputation.
+        ds_fp4_exact: True runs the forward on the unpacked values too, so that outputs and gradients are exactly those
+            of the function on unpacked inputs. False gives the forward the original values and only the recomputation
+            the packed ones; selections by value (expert routing) are then kept from the forward (`ds_fp4.routing`).
+        ds_fp4_offload: "cpu" moves the packed bytes to pinned host memory and back on streams of their own. A call
+            inside another `ds_fp4.checkpoint` leaves them on the device: there they live for one recomputation.
         ds_fp4_scale_rounding: how the scale of an MXFP4 block is rounded: "even", "floor", "rceil" or "ceil".
         use_reentrant: None or False.
 
@@ -266,7 +266,7 @@ def checkpoint(
 
     Raises:
         ValueError: on a wrong option.
-        ds_fp4.routing.RoutingError: from backward, if with `ds_fp4_exact=False` the recomputation selects other things.
+        ds_fp4.routing.RoutingError: from backward, with `ds_fp4_exact=False`: the recomputation selects other things.
     """
     if use_reentrant:
         raise ValueError(

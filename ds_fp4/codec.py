@@ -54,7 +54,7 @@ class Mxfp4Codec:
         self.record_bytes = _align(self.data_bytes, RECORD_ALIGNMENT)
 
     def _split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return records[:, :self.packed_bytes], records[:, self.packed_bytes:self.data_bytes]
+        return records[:, : self.packed_bytes], records[:, self.packed_bytes : self.data_bytes]
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """BF16, FP16 or FP32 [M, hidden] -> uint8 [M, record_bytes]."""
@@ -67,7 +67,7 @@ class Mxfp4Codec:
     def decode(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """uint8 [M, record_bytes] -> `dtype` [M, hidden]."""
         rows = ops.fp4_row_to_bf16(*self._split(records), dtype=dtype)
-        return rows if self.columns == self.hidden else rows[:, :self.hidden].contiguous()
+        return rows if self.columns == self.hidden else rows[:, : self.hidden].contiguous()
 
 
 class Fp8Codec:
@@ -85,7 +85,7 @@ class Fp8Codec:
         self.record_bytes = _align(self.data_bytes, RECORD_ALIGNMENT)
 
     def _split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return records[:, :self.hidden].view(torch.float8_e4m3fn), records[:, self.hidden:self.data_bytes]
+        return records[:, : self.hidden].view(torch.float8_e4m3fn), records[:, self.hidden : self.data_bytes]
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """BF16, FP16 or FP32 [M, hidden] -> uint8 [M, record_bytes]."""

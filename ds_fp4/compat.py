@@ -3,7 +3,8 @@
 """Which releases of DeepSpeed and transformers ds_fp4 has been tested with, and the check that says so.
 
 ds_fp4 hooks into parts of DeepSpeed that are not a public interface. A release outside the tested range may have moved
-them, and a moved seam can train silently wrong, so it is refused by name; `DS_FP4_SKIP_VERSION_CHECK=1` takes the risk.
+them, and a moved seam can train silently wrong, so it is refused by name; `DS_FP4_SKIP_VERSION_CHECK=1` takes the
+risk.
 """
 
 from __future__ import annotations
@@ -29,17 +30,20 @@ def _check(package: str, found: str, tested: tuple[str, str], why: str) -> None:
     first, last = Version(tested[0]), Version(tested[1])
     release = _release(found)
     # "5.22" as the last tested release covers its patch releases.
-    last_covers = release.release[:len(last.release)] <= last.release
+    last_covers = release.release[: len(last.release)] <= last.release
     if (release >= first and last_covers) or os.environ.get(SKIP_VARIABLE) == "1":
         return
-    raise RuntimeError(f"ds_fp4 {why} and was tested with {package} {tested[0]} to {tested[1]}, but {package} {found} is "
-                       f"installed. Install a tested release (pip install '{package}>={tested[0]},<={tested[1]}.999'), "
-                       f"or set {SKIP_VARIABLE}=1 to try this one at your own risk.")
+    raise RuntimeError(
+        f"ds_fp4 {why} and was tested with {package} {tested[0]} to {tested[1]}, but {package} {found} is "
+        f"installed. Install a tested release (pip install '{package}>={tested[0]},<={tested[1]}.999'), "
+        f"or set {SKIP_VARIABLE}=1 to try this one at your own risk."
+    )
 
 
 def check_deepspeed() -> None:
     """Raise RuntimeError if the installed DeepSpeed is outside the tested range."""
     import deepspeed
+
     _check("deepspeed", deepspeed.__version__, DEEPSPEED_TESTED, "hooks into DeepSpeed's MoE layers")
 
 
@@ -49,4 +53,6 @@ def check_transformers() -> None:
         found = version("transformers")
     except PackageNotFoundError:
         return
-    _check("transformers", found, TRANSFORMERS_TESTED, "is used on AutoEP layers, which replace transformers' MoE blocks,")
+    _check(
+        "transformers", found, TRANSFORMERS_TESTED, "is used on AutoEP layers, which replace transformers' MoE blocks,"
+    )

@@ -31,14 +31,14 @@ class ConfigError(ValueError):
 
 
 class _Block(DeepSpeedConfigModel):
-
     def __init__(self, **data: Any) -> None:
-        # DeepSpeed's own __init__ drops "auto" values and takes a key called "strict" for itself; here both are errors.
+        # DeepSpeed's own __init__ drops "auto" values and swallows a key called "strict"; here both are errors.
         BaseModel.__init__(self, **data)
 
 
 class AllToAllConfig(_Block):
     """Codec of each leg of the expert-parallel all-to-all; an absent key follows the recipe."""
+
     dispatch_forward: CodecName | None = None
     combine_forward: CodecName | None = None
     combine_backward: CodecName | None = None
@@ -47,6 +47,7 @@ class AllToAllConfig(_Block):
 
 class ExpertsConfig(_Block):
     """How the experts compute and what they keep for backward; an absent key follows the recipe."""
+
     compute: Literal["bf16", "fp8"] | None = None
     saved_activations: CodecName | None = None
     recompute: Literal["activation", "fc1"] | None = None
@@ -55,12 +56,15 @@ class ExpertsConfig(_Block):
 def _check_scope(value: Any) -> Any:
     patterns = isinstance(value, list) and value and all(isinstance(item, str) and item for item in value)
     if value not in ("experts", "layers") and not patterns:
-        raise PydanticCustomError("scope", 'allowed values are "experts", "layers" or a list of patterns of module names')
+        raise PydanticCustomError(
+            "scope", 'allowed values are "experts", "layers" or a list of patterns of module names'
+        )
     return value
 
 
 class CheckpointingConfig(_Block):
     """Activation checkpointing that keeps packed inputs."""
+
     enabled: StrictBool = False
     format: Literal["fp8", "mxfp4"] = "mxfp4"
     exact: StrictBool = True
@@ -70,6 +74,7 @@ class CheckpointingConfig(_Block):
 
 class LayerOverride(_Block):
     """What differs in the layers whose module name matches a pattern of `layers`."""
+
     recipe: RecipeName | None = None
     scale_rounding: ScaleRounding | None = None
     all_to_all: AllToAllConfig = AllToAllConfig()
@@ -82,6 +87,7 @@ def _recipe_name_as_override(value: Any) -> Any:
 
 class DsFp4Config(_Block):
     """The whole block. `enabled` has no default: a block that forgot it would otherwise train unchanged, silently."""
+
     enabled: StrictBool
     recipe: RecipeName = "mxfp4"
     scale_rounding: ScaleRounding = "even"
@@ -94,6 +100,7 @@ class DsFp4Config(_Block):
 @dataclass(frozen=True)
 class LayerRecipe:
     """Everything one MoE layer needs to know, presets expanded."""
+
     dispatch_forward: CodecName
     combine_forward: CodecName
     combine_backward: CodecName
@@ -110,8 +117,15 @@ class LayerRecipe:
 
 
 def _preset(forward: str, backward: str, compute: str, saved: str) -> dict[str, str]:
-    return dict(dispatch_forward=forward, combine_forward=forward, combine_backward=backward,
-                dispatch_backward=backward, compute=compute, saved_activations=saved, recompute="activation")
+    return dict(
+        dispatch_forward=forward,
+        combine_forward=forward,
+        combine_backward=backward,
+        dispatch_backward=backward,
+        compute=compute,
+        saved_activations=saved,
+        recompute="activation",
+    )
 
 
 # bf16 is DeepSpeed untouched, fp8 the strong baseline, mxfp4 the asymmetric recipe of arXiv 2603.02731.
@@ -132,8 +146,7 @@ def parse_block(block: Any) -> DsFp4Config:
     Raises `ConfigError` with one line per fault: the key's full path, the value found and the values allowed.
     """
     if not isinstance(block, dict):
-        raise ConfigError(f"{BLOCK} = {block!r}: expected an object such as "
-                          '{"enabled": true, "recipe": "mxfp4"}')
+        raise ConfigError(f'{BLOCK} = {block!r}: expected an object such as {{"enabled": true, "recipe": "mxfp4"}}')
     faults = list(_faults_before_pydantic(block, BLOCK))
     if faults:
         raise ConfigError("\n".join(faults))
@@ -204,13 +217,14 @@ class ResolvedConfig:
         self.config = config
         for pattern in config.layers:
             if layer_names and not any(fnmatch.fnmatchcase(name, pattern) for name in layer_names):
-                raise ConfigError(f"{BLOCK}.layers.{pattern}: matches none of the model's MoE layers: "
-                                  f"{', '.join(layer_names)}")
+                raise ConfigError(
+                    f"{BLOCK}.layers.{pattern}: matches none of the model's MoE layers: {', '.join(layer_names)}"
+                )
         self.recipes = {name: layer_recipe(config, name) for name in layer_names}
 
 
 def layer_recipe(config: DsFp4Config, name: str) -> LayerRecipe:
-    """The recipe of the MoE layer called `name`: the block's, or that of the first pattern in `layers` that matches."""
+    """The recipe of the MoE layer called `name`: the block's, or that of the first matching pattern in `layers`."""
     keys = {**PRESETS[config.recipe], **_set_keys(config.all_to_all), **_set_keys(config.experts)}
     rounding = config.scale_rounding
     for pattern, override in config.layers.items():

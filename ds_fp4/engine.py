@@ -37,6 +37,7 @@ _HOOKED = "_configure_distributed_model"
 @dataclass
 class Plan:
     """What ds_fp4 is going to do to one engine."""
+
     config: DsFp4Config
     layers: list[MoELayer]
     recipes: dict[str, LayerRecipe]
@@ -87,7 +88,9 @@ def _plan_with_all_ranks(engine: DeepSpeedEngine, model: torch.nn.Module) -> Pla
     return plan
 
 
-def make_plan(ds_config: dict, model: torch.nn.Module, device: torch.device, announcement: Announcement) -> Plan | None:
+def make_plan(
+    ds_config: dict, model: torch.nn.Module, device: torch.device, announcement: Announcement
+) -> Plan | None:
     """Validate everything that can be before anything is sent; None if ds_fp4 is not enabled.
 
     Args:
@@ -118,6 +121,7 @@ def make_plan(ds_config: dict, model: torch.nn.Module, device: torch.device, ann
         autoep.install()
     if (plan.compressed or config.checkpointing.enabled) and device.type == "cuda":
         from ds_fp4 import ops
+
         ops.load_kernels(device)
     return plan
 
@@ -129,12 +133,16 @@ def _find_layers(model: torch.nn.Module) -> list[MoELayer]:
 def _refuse_what_cannot_work(plan: Plan, ds_config: dict) -> None:
     if plan.config.checkpointing.enabled:
         checkpointing.refuse_deepspeed_features(ds_config)
-    faults = [f"{layer.name} ({layer.implementation}): {layer.obstacle}" for layer in plan.compressed if layer.obstacle]
+    faults = [
+        f"{layer.name} ({layer.implementation}): {layer.obstacle}" for layer in plan.compressed if layer.obstacle
+    ]
     if faults:
         raise ConfigError("\n".join(faults))
     if plan.compressed and ds_config.get("compile", {}).get("deepcompile"):
-        raise ConfigError("compile.deepcompile = True: DeepCompile traces through the MoE layers, whose codecs cannot be "
-                          f"traced. Set compile.deepcompile to false, or {BLOCK}.recipe to \"bf16\"")
+        raise ConfigError(
+            "compile.deepcompile = True: DeepCompile traces through the MoE layers, whose codecs cannot be "
+            f'traced. Set compile.deepcompile to false, or {BLOCK}.recipe to "bf16"'
+        )
 
 
 def apply(plan: Plan, model: torch.nn.Module) -> None:
@@ -145,5 +153,7 @@ def apply(plan: Plan, model: torch.nn.Module) -> None:
         options = checkpointing.options_of(plan.config.checkpointing, plan.config.scale_rounding)
         checkpointing.install(model, plan.checkpointed, options)
     if not plan.compressed and any(recipe.changes_all_to_all for recipe in plan.recipes.values()):
-        logger.warning(f"{BLOCK}: every MoE layer has expert-parallel size 1, so nothing is sent and no codec is used. Set "
-                       "ep_size (deepspeed.moe.layer.MoE) or expert_parallel.autoep_size above 1 to send tokens in MXFP4.")
+        logger.warning(
+            f"{BLOCK}: every MoE layer has expert-parallel size 1, so nothing is sent and no codec is used. Set "
+            "ep_size (deepspeed.moe.layer.MoE) or expert_parallel.autoep_size above 1 to send tokens in MXFP4."
+        )

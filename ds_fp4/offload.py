@@ -5,7 +5,7 @@
     forward    pack layer 1 | pack layer 2 | ...            compute stream
                     copy out layer 1 | copy out layer 2     stream `out`
     backward   layer 3 | layer 2 | layer 1                  compute stream
-               copy in 2 | copy in 1                        stream `in`: when layer i is fetched, the ones before it follow
+               copy in 2 | copy in 1                        stream `inward`: fetching a layer starts those before it
 
 Backward wants the buffers in the opposite order of forward, so each one knows the one that was moved before it.
 """
@@ -43,8 +43,8 @@ class HostBuffer:
     """The bytes of one packed tensor, on the host.
 
     Args:
-        buffer: uint8 [N], on the host (where it is simply copied) or a CUDA device. Its memory is free again once the copy
-            is done; the caller need not wait.
+        buffer: uint8 [N], on the host (where it is simply copied) or a CUDA device. Its memory is free again once the
+            copy is done; the caller need not wait.
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ class HostBuffer:
         self._previous = previous
 
     def fetch(self) -> torch.Tensor:
-        """The bytes on their device, uint8 [N], ready on the current stream; starts fetching the buffers before this one."""
+        """The bytes on their device, uint8 [N], ready on the current stream; those before it are on their way."""
         if self.device.type == "cpu":
             return self._bytes.clone()
         self._start()

@@ -2,17 +2,17 @@
 # ds_fp4 Team
 """Activations of any shape <-> one buffer of bytes, for tensors that are kept until backward.
 
-Values are taken in the order in which they lie in memory and cut into rows: the innermost dimension where its length is
-a multiple of 32, otherwise rows of 4,096 that run on over the tensor's own rows and end in a shorter one. No value is
-stored twice and none is padded, up to 31 at the very end apart. A buffer is
+Values are taken in the order in which they lie in memory and cut into rows: the innermost dimension where its length
+is a multiple of 32, otherwise rows of 4,096 that run on over the tensor's own rows and end in a shorter one. No value
+is stored twice and none is padded, up to 31 at the very end apart. A buffer is
 
     mxfp4   | rows * width/2 bytes E2M1 | rows * width/32 bytes UE8M0 |  (the same for the shorter last row)
     fp8     | rows * width bytes E4M3   | rows * ceil(width/128) bytes UE8M0 |
 
 so a value takes 0.53125 or 1.0078125 bytes (fp8 with rows that are no multiple of 128 a little more).
 
-Two views of the same memory are packed once: a buffer covers a run of a storage, and a tensor is a view (sizes, strides,
-offset) into the run's decoded values. So sizes and strides come back as they were.
+Two views of the same memory are packed once: a buffer covers a run of a storage, and a tensor is a view (sizes,
+strides, offset) into the run's decoded values. So sizes and strides come back as they were.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""Selections (which experts, which tokens) that a recomputation takes over from the forward instead of making them again.
+"""Selections (which experts, which tokens) that a recomputation takes over from the forward.
 
 A recomputation from packed values sees slightly different scores. A router that chose again would send some tokens to
 other experts: other shapes than backward expects, other splits than the peers expect, gradients of other experts. So
-while the forward runs, every selection by floating-point values is recorded (`torch.topk`, `sort`, `argsort`, `argmax`,
-`argmin`, `max` and `min` along a dimension, `kthvalue`, `multinomial`), as small integers; the recomputation is given the
-recorded indices, and gathers its own values by them. Routing weights are thus recomputed, routing is not.
+while the forward runs, every selection by floating-point values is recorded (`torch.topk`, `sort`, `argsort`,
+`argmax`, `argmin`, `max` and `min` along a dimension, `kthvalue`, `multinomial`), as small integers; the recomputation
+is given the recorded indices, and gathers its own values by them. Routing weights are thus recomputed, routing is not.
 
 Selections inside compiled or scripted functions are not seen.
 """
@@ -73,7 +73,7 @@ class _Made:
 
 
 class Selections:
-    """The selections of one forward, in order. `recording()` goes around the forward, `replaying()` around a recomputation."""
+    """The selections of one forward, in order: `recording()` goes around it, `replaying()` around a recomputation."""
 
     def __init__(self) -> None:
         self._made: list[_Made] = []
@@ -146,9 +146,9 @@ class _Replaying(_Selecting):
         if made is None or (made.name, made.shape, made.dim) != (name, tuple(source.shape), dim):
             was = "none" if made is None else f"{made.name} of {made.shape}, dim {made.dim}"
             raise RoutingError(
-                f"selection {self._next} of the recomputation is {name} of {tuple(source.shape)}, dim {dim}; the forward's "
-                f"was {was}. The checkpointed function takes another path when it sees packed values, and would route "
-                "tokens to other experts. Set ds_fp4_exact=True (ds_fp4.checkpointing.exact), so that both see the same."
+                f"selection {self._next} of the recomputation is {name} of {tuple(source.shape)}, dim {dim}; the "
+                f"forward's was {was}. The checkpointed function takes another path when it sees packed values, and would "
+                "route tokens to other experts. Set ds_fp4_exact=True (ds_fp4.checkpointing.exact): both then see the same."
             )
         indices = made.indices.to(torch.int64)
         if dim is None:

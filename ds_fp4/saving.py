@@ -25,9 +25,9 @@ class _Kept:
         # Autograd leaves this check to the hooks.
         if self.tensor._version != self.version:
             raise RuntimeError(
-                f"a {self.tensor.dtype} tensor of shape {tuple(self.tensor.shape)} that backward needs was changed by an "
-                f"in-place operation: it is at version {self.tensor._version}, expected version {self.version}. Make the "
-                "operation out-of-place, or clone the tensor first."
+                f"a {self.tensor.dtype} tensor of shape {tuple(self.tensor.shape)} that backward needs was changed by "
+                f"an in-place operation: it is at version {self.tensor._version}, expected version {self.version}. "
+                "Make the operation out-of-place, or clone the tensor first."
             )
         return self.tensor
 
@@ -52,11 +52,11 @@ class saved_tensors(saved_tensors_hooks):
             loss = model(batch)
         loss.backward()
 
-    The forward is untouched; gradients are computed from the packed values. Packed is what `packing.is_packable` says: BF16,
-    FP16 or FP32 tensors that need a gradient, in rows of at least 32 values, 2,048 in all. Integers, masks, statistics of
-    normalizations and attention (which need no gradient), small tensors and parameters (their views, casts and
-    concatenations too) are kept as they are. What several operations save of the same memory is packed once; a slice that
-    was saved before the tensor it is part of is packed apart from it.
+    The forward is untouched; gradients are computed from the packed values. Packed is what `packing.is_packable` says:
+    BF16, FP16 or FP32 tensors that need a gradient, in rows of at least 32 values, 2,048 in all. Integers, masks,
+    statistics of normalizations and attention (which need no gradient), small tensors and parameters (their views,
+    casts and concatenations too) are kept as they are. What several operations save of the same memory is packed once;
+    a slice that was saved before the tensor it is part of is packed apart from it.
 
     Args:
         format: "mxfp4" or "fp8".

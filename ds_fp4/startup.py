@@ -2,9 +2,9 @@
 # ds_fp4 Team
 """The ranks agree on one `ds_fp4` block before they exchange a byte.
 
-Ranks with different codecs would decode each other's bytes wrongly or hang in a collective. So each rank announces its block,
-or the error it is about to raise, in the process group's key-value store, which works while a peer is dead or has no
-ds_fp4 at all. Rank 0 compares and publishes one verdict, so N ranks cost N messages:
+Ranks with different codecs would decode each other's bytes wrongly or hang in a collective. So each rank announces its
+block, or the error it is about to raise, in the process group's key-value store, which works while a peer is dead or
+has no ds_fp4 at all. Rank 0 compares and publishes one verdict, so N ranks cost N messages:
 
     rank r:  set  ds_fp4/start/<engine>/<r>         = {"version", "block", "moe_layers", "error"}
     rank 0:  wait for all of them, compare, set ds_fp4/start/<engine>/verdict
@@ -49,6 +49,7 @@ class Announcement:
         moe_layers: MoE layers in this rank's part of the model; pipeline stages may have none.
         error: why this rank cannot start.
     """
+
     version: str
     block: dict[str, Any] = field(default_factory=dict)
     moe_layers: int = 0
@@ -96,7 +97,7 @@ def agree(mine: Announcement) -> None:
         verdict = judge(announcements, timeout)
         store.set(verdict_key, json.dumps(verdict))
         if verdict is not None:
-            # Rank 0 usually hosts the store: were it to exit now, its peers would see a lost connection, not the reason.
+            # Rank 0 usually hosts the store: were it to exit now, its peers would see a lost connection.
             present = sum(announcement is not None for announcement in announcements)
             _poll(lambda: store.add(read_key, 0) >= present - 1, _LINGER_S)
     elif _wait(store, [verdict_key], timeout * 1.1 + _LINGER_S):
@@ -133,8 +134,10 @@ def _wait(store: Any, keys: list[str], timeout: float) -> bool:
 
     def remind() -> None:
         absent = [key for key in keys if not store.check([key])]
-        logger.warning(f"{BLOCK}: waiting up to {timeout:.0f} s for {', '.join(absent[:8])}"
-                       f"{' ...' if len(absent) > 8 else ''}; {TIMEOUT_VARIABLE} sets the limit")
+        logger.warning(
+            f"{BLOCK}: waiting up to {timeout:.0f} s for {', '.join(absent[:8])}"
+            f"{' ...' if len(absent) > 8 else ''}; {TIMEOUT_VARIABLE} sets the limit"
+        )
 
     return _poll(lambda: store.check(keys), timeout, remind)
 
@@ -171,9 +174,11 @@ def judge(announcements: list[Announcement | None], timeout: float = DEFAULT_TIM
         return None
     if missing:
         verb = "is" if len(missing) == 1 else "are"
-        return (f"{_ranks(missing)} {verb} missing: no announcement within {timeout:.0f} s. Either they never ran "
-                "`import ds_fp4` (every rank needs it, or start the job with `ds-fp4 run`), or they died or are still "
-                f"loading; raise {TIMEOUT_VARIABLE} (seconds) if they are slow.")
+        return (
+            f"{_ranks(missing)} {verb} missing: no announcement within {timeout:.0f} s. Either they never ran "
+            "`import ds_fp4` (every rank needs it, or start the job with `ds-fp4 run`), or they died or are still "
+            f"loading; raise {TIMEOUT_VARIABLE} (seconds) if they are slow."
+        )
 
     differences = []
     values: dict[str, list[Any]] = {}
@@ -190,14 +195,18 @@ def judge(announcements: list[Announcement | None], timeout: float = DEFAULT_TIM
         for rank, value in enumerate(per_rank):
             by_value.setdefault(json.dumps(value), []).append(rank)
         if len(by_value) > 1:
-            differences.append(f"  {key}: " + "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items()))
+            differences.append(
+                f"  {key}: " + "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+            )
     if differences:
         return f"the ranks' {BLOCK} blocks differ; give every rank the same configuration:\n" + "\n".join(differences)
 
     if any(enabled) and not any(announcement.moe_layers for announcement in announcements):
-        return (f"{BLOCK}.enabled is true, but the model has no MoE layer: expected deepspeed.moe.layer.MoE modules, or a "
-                "Hugging Face MoE with the expert_parallel block enabled. Add one of them, or set "
-                f"{BLOCK}.enabled to false.")
+        return (
+            f"{BLOCK}.enabled is true, but the model has no MoE layer: expected deepspeed.moe.layer.MoE modules, or a "
+            "Hugging Face MoE with the expert_parallel block enabled. Add one of them, or set "
+            f"{BLOCK}.enabled to false."
+        )
     return None
 
 

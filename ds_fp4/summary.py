@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from deepspeed.utils import log_dist
+import torch.distributed as torch_dist
 
 from ds_fp4.codec import make_codec
 from ds_fp4.config import BLOCK, LEGS, LayerRecipe
@@ -33,7 +33,7 @@ def shorten(names: list[str]) -> str:
     groups: dict[tuple[str, str], list[int]] = {}
     for name in names:
         number = re.search(r"(?<![^.])\d+(?![^.])", name)
-        key = (name[:number.start()], name[number.end():]) if number else (name, "")
+        key = (name[: number.start()], name[number.end() :]) if number else (name, "")
         groups.setdefault(key, []).extend([int(number.group())] if number else [])
     texts = []
     for (head, tail), numbers in groups.items():
@@ -53,31 +53,43 @@ def shorten(names: list[str]) -> str:
 
 def summary_lines(plan: Plan) -> list[str]:
     """The summary, a line an item."""
-    lines = [f"{BLOCK} {__version__}: MXFP4/FP8 all-to-all in {len(plan.compressed)} of {len(plan.layers)} MoE layers, "
-             f"recipe {plan.config.recipe}"]
+    lines = [
+        f"{BLOCK} {__version__}: MXFP4/FP8 all-to-all in {len(plan.compressed)} of {len(plan.layers)} MoE layers, "
+        f"recipe {plan.config.recipe}"
+    ]
     kinds: dict[tuple[LayerRecipe, int, int, str], list[str]] = {}
     for layer in plan.compressed:
-        kinds.setdefault((plan.recipes[layer.name], layer.hidden, layer.ep_size, layer.implementation), []).append(layer.name)
+        kinds.setdefault((plan.recipes[layer.name], layer.hidden, layer.ep_size, layer.implementation), []).append(
+            layer.name
+        )
     for (recipe, hidden, ep_size, implementation), names in kinds.items():
-        lines.append(f"  {shorten(names)}: {implementation}, hidden {hidden}, expert-parallel size {ep_size}, "
-                     f"scale rounding {recipe.scale_rounding}, experts computed by DeepSpeed (codec level)")
+        lines.append(
+            f"  {shorten(names)}: {implementation}, hidden {hidden}, expert-parallel size {ep_size}, "
+            f"scale rounding {recipe.scale_rounding}, experts computed by DeepSpeed (codec level)"
+        )
         sizes = leg_bytes(recipe, hidden)
         for direction, legs in (("forward", LEGS[:2]), ("backward", LEGS[2:])):
             total, bf16 = sum(sizes[leg] for leg in legs), 2 * _BF16_BYTES * hidden
             detail = " + ".join(f"{leg} {getattr(recipe, leg)} {sizes[leg]}" for leg in legs)
-            lines.append(f"    {direction}: {detail} = {total} bytes per routed token, {total / bf16:.2f}x of BF16's {bf16}")
+            lines.append(
+                f"    {direction}: {detail} = {total} bytes per routed token, {total / bf16:.2f}x of BF16's {bf16}"
+            )
     untouched = [layer.name for layer in plan.layers if layer not in plan.compressed]
     if untouched:
         lines.append(f"  as DeepSpeed does it: {shorten(untouched)}")
     checkpointing = plan.config.checkpointing
     if checkpointing.enabled:
-        lines.append(f"  checkpointed, inputs kept in {checkpointing.format}"
-                     f"{' in host memory' if checkpointing.offload == 'cpu' else ''}, "
-                     f"forward on {'the same' if checkpointing.exact else 'the original'} values: "
-                     f"{shorten(list(plan.checkpointed)) or 'no module by name'}")
+        lines.append(
+            f"  checkpointed, inputs kept in {checkpointing.format}"
+            f"{' in host memory' if checkpointing.offload == 'cpu' else ''}, "
+            f"forward on {'the same' if checkpointing.exact else 'the original'} values: "
+            f"{shorten(list(plan.checkpointed)) or 'no module by name'}"
+        )
     return lines
 
 
 def log_summary(plan: Plan) -> None:
     """Print the summary on rank 0."""
-    log_dist("\n".join(summary_lines(plan)), ranks=[0])
+    # Not through DeepSpeed's logger, which shows warnings only unless told otherwise.
+    if not torch_dist.is_initialized() or torch_dist.get_rank() == 0:
+        print("\n".join(summary_lines(plan)), flush=True)

@@ -5,11 +5,11 @@
     deepspeed --num_gpus 2 launch/bench_checkpointing.py
     deepspeed --num_gpus 2 launch/bench_checkpointing.py --variants none torch layers-mxfp4 layers-mxfp4-offload
 
-The default shape is DeepSeek-V3's with 4 layers (1 dense), 32 experts, expert-parallel over all ranks. One engine runs all
-variants, one after the other, on the same batch. Columns, of the rank where they are largest:
+The default shape is DeepSeek-V3's with 4 layers (1 dense), 32 experts, expert-parallel over all ranks. One engine runs
+all variants, one after the other, on the same batch. Columns, of the rank where they are largest:
 
-- kept: bytes that autograd and checkpointing keep on the device for backward, per token and layer, counted by hooks over
-  the decoder layers (distinct storages, parameters apart);
+- kept: bytes that autograd and checkpointing keep on the device for backward, per token and layer, counted by hooks
+  over the decoder layers (distinct storages, parameters apart);
 - after forward: what the allocator holds after the forward more than before it (logits and loss included);
 - peak: of the allocator over whole steps;
 - tokens/s: per rank, of the median step, with forward, backward and optimizer.
@@ -185,7 +185,7 @@ def measure(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, variant: st
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     dist.barrier()
-    times, helds = zip(*(step(engine, tokens, variant, device) for _ in range(args.steps)))
+    times, helds = zip(*(step(engine, tokens, variant, device) for _ in range(args.steps)), strict=True)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     layers = len(engine.module.model.layers)
     # saved_tensors packs inside of what the hooks here see: only the allocator can tell.

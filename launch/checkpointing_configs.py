@@ -4,8 +4,8 @@
 
     python launch/checkpointing_configs.py runs/checkpointing
 
-Each is configs/<moe>/bf16.json with packed checkpointing and nothing else of ds_fp4, so that a difference in the loss is
-checkpointing's alone. `--recipe mxfp4` puts it on top of another recipe.
+Each is configs/<moe>/bf16.json with packed checkpointing and nothing else of ds_fp4, so that a difference in the loss
+is checkpointing's alone. `--recipe mxfp4` puts it on top of another recipe.
 """
 
 from __future__ import annotations

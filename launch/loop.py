@@ -49,6 +49,8 @@ def train(args: argparse.Namespace, corpus: Corpus, device: torch.device, recipe
         "batch_size": engine.train_batch_size(),
         "seq_len": args.seq_len,
     }
+    if args.init_from:
+        initialize_from(engine, args.init_from)
     step = resume(engine, checkpoints, data_state) if args.resume else 0
     if rank == 0:
         truncate_metrics(metrics_path, step if args.resume else -1)
@@ -118,6 +120,16 @@ def evaluate(engine: deepspeed.DeepSpeedEngine, rows: torch.Tensor, device: torc
         total += losses[: int((numbers < len(rows)).sum())].sum().item()
     engine.train()
     return sum_over_ranks([total], device)[0] / len(rows)
+
+
+def initialize_from(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
+    """Takes the weights, and nothing else, of the last checkpoint in `folder`."""
+    path, _ = engine.load_checkpoint(str(folder), load_module_only=True)
+    if path is None:
+        raise RuntimeError(
+            f"--init-from {folder}: no checkpoint there. Name a <recipe>-seed<seed>.checkpoints folder that "
+            "--save-every made with the same --model, --moe and --ep-size."
+        )
 
 
 def resume(engine: deepspeed.DeepSpeedEngine, checkpoints: Path, data_state: dict) -> int:

@@ -78,6 +78,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     out.add_argument("--eval-every", type=int, default=0, metavar="STEPS", help="besides the evaluation at the end")
     out.add_argument("--eval-tokens", type=int, help="held-out tokens (default: up to 1 Mi on GPUs, 64 Ki on CPUs)")
     out.add_argument("--save-every", type=int, default=0, metavar="STEPS")
+    out.add_argument(
+        "--init-from", type=Path, metavar="FOLDER", help="start from the weights of the last checkpoint in this folder"
+    )
     out.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --output")
     out.add_argument("--output", type=Path, default=Path("runs"), metavar="FOLDER")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
@@ -87,7 +90,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.compare and (args.config or args.resume or args.save_every):
-        parser.error("--compare trains its entries from scratch: it takes no --config, --resume or --save-every.")
+        parser.error("--compare starts each entry anew: it takes no --config, --resume or --save-every.")
     if args.seeds and not args.compare:
         parser.error("--seeds belongs to --compare; a single run takes --seed.")
     return args

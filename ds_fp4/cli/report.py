@@ -42,7 +42,9 @@ def lines() -> list[str]:
     if torch.cuda.is_available():
         for device in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(device)
-            report.append(f"device {device}      {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}")
+            report.append(
+                f"device {device}      {torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+            )
     else:
         report.append("device        CPU: conversions run in plain PyTorch (ds_fp4.formats)")
     report.append(f"kernels       {ops.describe_kernels()}")

@@ -27,13 +27,16 @@ def launched() -> bool:
 
 
 def launcher_arguments(argv: list[str]) -> list[str]:
-    """Arguments for the deepspeed launcher that start `ds_fp4.cli.run_script` with the user's script as its argument."""
+    """Arguments that make the deepspeed launcher start `ds_fp4.cli.run_script` on the user's script."""
     from deepspeed.launcher.runner import parse_args
+
     parsed = parse_args(argv)
-    options = argv[:len(argv) - len(parsed.user_args) - 1]
+    options = argv[: len(argv) - len(parsed.user_args) - 1]
     if parsed.no_python:
-        raise SystemExit("ds-fp4 run: --no_python starts something that is not Python, where ds_fp4 cannot be imported; "
-                         "leave it out")
+        raise SystemExit(
+            "ds-fp4 run: --no_python starts something that is not Python, where ds_fp4 cannot be imported; "
+            "leave it out"
+        )
     script = ["-m", parsed.user_script] if parsed.module else [parsed.user_script]
     options = [option for option in options if option != "--module"]
     return [*options, "--module", run_script.__name__, *script, *parsed.user_args]
@@ -48,6 +51,7 @@ def main(argv: list[str]) -> int:
         run_script.main(argv)
         return 0
     from deepspeed.launcher.runner import main as launch
+
     launch(launcher_arguments(argv))
     return 0
 

@@ -12,6 +12,7 @@ import sys
 def main(argv: list[str]) -> None:
     """`argv` is [--local_rank=N] [-m] SCRIPT [arguments]; the deepspeed launcher puts --local_rank first."""
     import ds_fp4  # noqa: F401  (the hook must be in place before the script builds its engine)
+
     words = list(argv)
     launcher_words = []
     while words and words[0].startswith("--local_rank"):

@@ -16,8 +16,16 @@ from ds_fp4.integrations.seam import install_shim
 def find(model: torch.nn.Module) -> list[MoELayer]:
     """Every AutoEP layer of the model."""
     return [
-        MoELayer(name, module, module.experts, hidden=module.hidden_size, ep_size=module.ep_size, implementation="AutoEP",
-                 obstacle=_obstacle(module)) for name, module in model.named_modules()
+        MoELayer(
+            name,
+            module,
+            module.experts,
+            hidden=module.hidden_size,
+            ep_size=module.ep_size,
+            implementation="AutoEP",
+            obstacle=_obstacle(module),
+        )
+        for name, module in model.named_modules()
         if isinstance(module, AutoEPMoELayer)
     ]
 
@@ -25,8 +33,10 @@ def find(model: torch.nn.Module) -> list[MoELayer]:
 def _obstacle(layer: AutoEPMoELayer) -> str | None:
     # DeepEP moves tokens in its own buffers and kernels; nothing of it passes through the all-to-all.
     if layer.ep_size > 1 and getattr(layer, "comm_backend", "comm") != "comm":
-        return (f'expert_parallel.comm_backend = "{layer.comm_backend}" moves tokens outside the all-to-all, where no codec '
-                'of ds_fp4 can reach them. Set expert_parallel.comm_backend to "comm", or ds_fp4.recipe to "bf16"')
+        return (
+            f'expert_parallel.comm_backend = "{layer.comm_backend}" moves tokens outside the all-to-all, where no '
+            'codec of ds_fp4 can reach them. Set expert_parallel.comm_backend to "comm", or ds_fp4.recipe to "bf16"'
+        )
     return None
 
 

@@ -4,11 +4,11 @@
 
     modules in `scope`                       their class is swapped for a subclass whose call is checkpointed
     model.gradient_checkpointing_enable()    the function that transformers gives its layers is replaced
-    deepspeed.checkpointing.checkpoint       its autograd function is replaced by a shim, which is DeepSpeed's own outside
-                                             the forward of a model whose engine asked for packed checkpointing
+    deepspeed.checkpointing.checkpoint       its autograd function is replaced by a shim, which is DeepSpeed's own
+                                             but in the forward of a model whose engine asked for packed inputs
 
-Class swapping leaves parameters, their names, hooks and checkpoints as they are (as `seam` does for codecs). A module's
-call is what is recomputed, not its forward: ZeRO-3 gathers parameters in hooks.
+Class swapping leaves parameters, their names, hooks and checkpoints as they are (as `seam` does for codecs). A
+module's call is what is recomputed, not its forward: ZeRO-3 gathers parameters in hooks.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class _Redirected:
 
 
 def redirected(function: Callable, options: CheckpointOptions) -> _Redirected | None:
-    """ds_fp4's equivalent of a checkpointing function that transformers gave its layers; None if it is an unknown one."""
+    """ds_fp4's equivalent of a checkpointing function that transformers gave its layers; None for an unknown one."""
     keywords = {}
     inner = function
     while isinstance(inner, functools.partial):
@@ -256,8 +256,8 @@ def _deepspeed_checkpoint(options: CheckpointOptions, function: Callable, args: 
 def _refusal(key: str, found: str) -> str:
     instead = f"; {_INSTEAD[key]}" if key in _INSTEAD else ""
     return (
-        f"{found} cannot be combined with {BLOCK}.checkpointing.enabled = true, which keeps activations in a form of its "
-        f"own. Set activation_checkpointing.{key} to false{instead}."
+        f"{found} cannot be combined with {BLOCK}.checkpointing.enabled = true, which keeps activations in a form of "
+        f"its own. Set activation_checkpointing.{key} to false{instead}."
     )
 
 

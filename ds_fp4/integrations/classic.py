@@ -23,9 +23,17 @@ def find(model: torch.nn.Module) -> list[MoELayer]:
     for name, module in model.named_modules():
         if isinstance(module, MOELayer):
             # `MoE` holds its MOELayer as `deepspeed_moe`; users know the former's name.
-            found.append(MoELayer(name.removesuffix(".deepspeed_moe"), module, module.experts,
-                                  hidden=module.gate.wg.in_features, ep_size=module.ep_size,
-                                  implementation="deepspeed.moe.layer.MoE", obstacle=None))
+            found.append(
+                MoELayer(
+                    name.removesuffix(".deepspeed_moe"),
+                    module,
+                    module.experts,
+                    hidden=module.gate.wg.in_features,
+                    ep_size=module.ep_size,
+                    implementation="deepspeed.moe.layer.MoE",
+                    obstacle=None,
+                )
+            )
     return found
 
 
@@ -37,7 +45,7 @@ def install() -> None:
 def keep_results_of_forward() -> None:
     """Make MOELayer keep in its attributes what its forward put there when it runs again in a recomputation.
 
-    `l_aux` of a recomputation would hold the recomputed graph, with every activation before it, until the next forward.
+    `l_aux` of a recomputation would hold the recomputed graph, and every activation before it, until the next forward.
     """
     original = MOELayer.forward
     if getattr(original, "_ds_fp4_hook", False):

@@ -22,6 +22,7 @@ class MoELayer:
         implementation: for messages.
         obstacle: why no codec can reach this layer's traffic, and what to set instead; None if one can.
     """
+
     name: str
     module: torch.nn.Module
     experts: torch.nn.Module

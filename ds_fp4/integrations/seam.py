@@ -11,10 +11,10 @@ DeepSpeed's layers call a module-level autograd function twice per forward, for 
         AllToAll.apply(...)   2nd call ──┤ -> combine leg
     ─────────────────────────────────────┘ frame popped
 
-The layer's class is swapped for a subclass whose forward pushes a frame (parameters, their names and checkpoints stay as
-they are; wrapping in another module would rename them), and the function is replaced by a shim that asks the
-frame which leg it is. Without a frame the shim is DeepSpeed's own function. Thread-local, because autograd recomputes checkpointed
-layers on its own threads.
+The layer's class is swapped for a subclass whose forward pushes a frame (parameters, their names and checkpoints stay
+as they are; wrapping in another module would rename them), and the function is replaced by a shim that asks the frame
+which leg it is. Without a frame the shim is DeepSpeed's own function. The stack is thread-local, because autograd
+recomputes checkpointed layers on its own threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class SeamError(RuntimeError):
 
 
 class _Frame:
-
     def __init__(self, layer_name: str, legs: tuple[Leg, Leg]) -> None:
         self.layer_name = layer_name
         self.legs = legs
@@ -46,8 +45,10 @@ class _Frame:
     def next_leg(self) -> Leg:
         self.calls += 1
         if self.calls > len(self.legs):
-            raise SeamError(f"{self.layer_name}: DeepSpeed {deepspeed.__version__} made a third all-to-all in one forward; "
-                            "ds_fp4 knows dispatch and combine only. Set ds_fp4.enabled to false and report this version.")
+            raise SeamError(
+                f"{self.layer_name}: DeepSpeed {deepspeed.__version__} made a third all-to-all in one forward; "
+                "ds_fp4 knows dispatch and combine only. Set ds_fp4.enabled to false and report this version."
+            )
         return self.legs[self.calls - 1]
 
 
@@ -71,9 +72,11 @@ def enter_layer(layer_name: str, legs: tuple[Leg, Leg]):
     finally:
         frames.pop()
     if frame.calls != len(legs):
-        raise SeamError(f"{layer_name}: DeepSpeed {deepspeed.__version__} made {frame.calls} all-to-all calls in one forward, "
-                        f"expected {len(legs)}, so its traffic would not be compressed. Set ds_fp4.enabled to false and "
-                        "report this version.")
+        raise SeamError(
+            f"{layer_name}: DeepSpeed {deepspeed.__version__} made {frame.calls} all-to-all calls in one forward, "
+            f"expected {len(legs)}, so its traffic would not be compressed. Set ds_fp4.enabled to false and "
+            "report this version."
+        )
 
 
 class CodecLayer:
@@ -110,7 +113,9 @@ def restore_class(layer: torch.nn.Module) -> None:
         del layer.ds_fp4_name, layer.ds_fp4_legs
 
 
-def install_shim(module: ModuleType, attribute: str, parameters: list[str], adapt: Callable[..., torch.Tensor]) -> None:
+def install_shim(
+    module: ModuleType, attribute: str, parameters: list[str], adapt: Callable[..., torch.Tensor]
+) -> None:
     """Replace the autograd function `module.attribute` by a shim; does nothing if that was already done.
 
     Args:
@@ -125,8 +130,10 @@ def install_shim(module: ModuleType, attribute: str, parameters: list[str], adap
         return
     found = list(inspect.signature(original.forward).parameters)[1:] if original is not None else None
     if found != parameters:
-        raise SeamError(f"DeepSpeed {deepspeed.__version__}: {module.__name__}.{attribute} was expected to take {parameters}, "
-                        f"but {'it does not exist' if found is None else f'takes {found}'}. Install a tested release.")
+        raise SeamError(
+            f"DeepSpeed {deepspeed.__version__}: {module.__name__}.{attribute} was expected to take {parameters}, "
+            f"but {'it does not exist' if found is None else f'takes {found}'}. Install a tested release."
+        )
 
     class Shim:
         _ds_fp4_shim = True

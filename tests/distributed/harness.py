@@ -3,8 +3,8 @@
 """Runs a function on N gloo ranks (NCCL where asked) and brings their results or tracebacks back.
 
 Each rank is a fresh process, forked from a server that has already imported torch, DeepSpeed and transformers, so a
-test pays for a fork and not for seconds of imports. ds_fp4 is deliberately not among them: when it is imported is part of what
-is tested.
+test pays for a fork and not for seconds of imports. ds_fp4 is deliberately not among them: when it is imported is part
+of what is tested.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-_PRELOAD = ["torch", "deepspeed", "deepspeed.moe.layer", "deepspeed.module_inject.auto_ep_layer", "transformers",
-            "transformers.models.mixtral.modeling_mixtral", "tests.distributed.models"]
+_PRELOAD = [
+    "torch",
+    "deepspeed",
+    "deepspeed.moe.layer",
+    "deepspeed.module_inject.auto_ep_layer",
+    "transformers",
+    "transformers.models.mixtral.modeling_mixtral",
+    "tests.distributed.models",
+]
 
 
 class RankFailure(AssertionError):
@@ -49,8 +56,9 @@ def _context(device: str):
 
 
 def device_for(world_size: int) -> str:
-    """"cuda" (and so NCCL) where every rank gets a GPU of its own, else "cpu" (gloo)."""
+    """ "cuda" (and so NCCL) where every rank gets a GPU of its own, else "cpu" (gloo)."""
     import torch
+
     return "cuda" if torch.cuda.device_count() >= world_size else "cpu"
 
 
@@ -58,26 +66,47 @@ def _use_device(device: str, rank: int) -> None:
     # DeepSpeed was imported, and had picked its accelerator, in the fork server.
     import torch
     from deepspeed.accelerator import set_accelerator
+
     if device == "cuda":
         from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
         set_accelerator(CUDA_Accelerator())
         torch.cuda.set_device(rank)
     else:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
         set_accelerator(CPU_Accelerator())
 
 
-def _rank_main(rank: int, world_size: int, port: int, folder: str, env: dict[str, str], function: Callable, args: tuple,
-               joins: bool) -> None:
+def _rank_main(
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    env: dict[str, str],
+    function: Callable,
+    args: tuple,
+    joins: bool,
+) -> None:
     device = device_for(world_size)
-    os.environ.update(DS_ACCELERATOR=device,RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **env)
+    # No LOCAL_SIZE: with it DeepSpeed's CPU backend maps 66 MiB of shared memory a rank, and leaves it behind.
+    os.environ.update(
+        DS_ACCELERATOR=device,
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        **env,
+    )
     import torch
+
     torch.set_num_threads(1)
     _use_device(device, rank)
     try:
         if joins:
             import deepspeed
+
             deepspeed.init_distributed(verbose=False)
         outcome = (True, function(*args))
     except BaseException:
@@ -89,8 +118,14 @@ def _rank_main(rank: int, world_size: int, port: int, folder: str, env: dict[str
     os._exit(0 if outcome[0] else 1)
 
 
-def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 180.0, env: dict[str, str] | None = None,
-              joins: bool = True) -> list[Any]:
+def run_ranks(
+    world_size: int,
+    function: Callable,
+    *args: Any,
+    timeout: float = 180.0,
+    env: dict[str, str] | None = None,
+    joins: bool = True,
+) -> list[Any]:
     """Call `function(*args)` on every rank and return what each returned, by rank.
 
     Args:
@@ -106,8 +141,7 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         processes = [
-            context.Process(target=_rank_main,
-                            args=(rank, world_size, port, folder, env or {}, function, args, joins))
+            context.Process(target=_rank_main, args=(rank, world_size, port, folder, env or {}, function, args, joins))
             for rank in range(world_size)
         ]
         for process in processes:

@@ -32,6 +32,7 @@ class ClassicBlock(nn.Module):
     def __init__(self, hidden: int, checkpoint: str | None, **moe: Any) -> None:
         super().__init__()
         from deepspeed.moe.layer import MoE
+
         self.norm = nn.LayerNorm(hidden)
         self.moe = MoE(hidden, Expert(hidden), **moe)
         self.checkpoint = checkpoint
@@ -77,9 +78,19 @@ def classic_model(seed: int = 0, **options: Any) -> ClassicModel:
 def mixtral(seed: int = 0, **overrides: Any) -> nn.Module:
     """A small Hugging Face Mixtral, to be converted by AutoEP."""
     from transformers import MixtralConfig, MixtralForCausalLM
-    options = dict(vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=2,
-                   num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-                   max_position_embeddings=128, attn_implementation="eager")
+
+    options = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        attn_implementation="eager",
+    )
     torch.manual_seed(seed)
     return MixtralForCausalLM(MixtralConfig(**{**options, **overrides}))
 
@@ -90,8 +101,16 @@ def batches(steps: int, rank: int, micro_batch: int = 2, length: int = 16, seed:
     return [torch.randint(0, VOCABULARY, (micro_batch, length), generator=generator) for _ in range(steps)]
 
 
-def ds_config(ds_fp4: dict | None = None, *, dtype: str = "bf16", zero: int = 0, accumulation: int = 1,
-              ep_size: int | None = None, preset: str = "mixtral", **more: Any) -> dict:
+def ds_config(
+    ds_fp4: dict | None = None,
+    *,
+    dtype: str = "bf16",
+    zero: int = 0,
+    accumulation: int = 1,
+    ep_size: int | None = None,
+    preset: str = "mixtral",
+    **more: Any,
+) -> dict:
     """A DeepSpeed configuration; `ep_size` adds the expert_parallel block of AutoEP."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
@@ -115,10 +134,12 @@ def ds_config(ds_fp4: dict | None = None, *, dtype: str = "bf16", zero: int = 0,
 def build(model: nn.Module, config: dict) -> deepspeed.DeepSpeedEngine:
     """An engine, with the classic layer's experts in parameter groups of their own where there are any."""
     from deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
+
     parameters = None
     if isinstance(model, ClassicModel) and has_moe_layers(model)[0]:
-        parameters = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()),
-                                                                           "name": "all"})
+        parameters = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(model.parameters()), "name": "all"}
+        )
     engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
     return engine
 

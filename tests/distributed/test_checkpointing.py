@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""`ds_fp4.checkpointing` through DeepSpeed's engine on 2 ranks: scopes, redirection, routing, and what stays as it was."""
+"""`ds_fp4.checkpointing` through DeepSpeed's engine on 2 ranks: scopes, redirection, routing, what stays as it was."""
 
 from __future__ import annotations
 
@@ -167,7 +167,8 @@ def test_gradient_checkpointing_enable_goes_through_ds_fp4():
     plain = dict(scope="layers")
     cases = [
         (plain, None, None), (plain, not_reentrant, None), (plain, reentrant, None), (plain, None, {}),
-        (head, None, None), (head, not_reentrant, None), (head, reentrant, None), (head, None, not_reentrant), (head, {}, {}),
+        (head, None, None),
+        (head, not_reentrant, None), (head, reentrant, None), (head, None, not_reentrant), (head, {}, {}),
         (head, dict(every_n_layers=2), None), (head, dict(offload=True), None),
         (dict(scope="layers", exact=False), None, None), (dict(exact=False), {}, None),
     ]  # fmt: skip
@@ -217,8 +218,9 @@ def test_deepspeeds_checkpoint_goes_through_ds_fp4():
 
 def _random_states() -> list[bool]:
     """Model-parallel random states in a recomputation: dropout under DeepSpeed's tracker."""
-    import ds_fp4 as _  # noqa: F401
     from deepspeed.runtime.activation_checkpointing import checkpointing as ds
+
+    import ds_fp4 as _  # noqa: F401
     from ds_fp4.checkpointing import CheckpointOptions, redirecting
     from ds_fp4.integrations.checkpointing import _install_deepspeed_shim
 
@@ -247,8 +249,9 @@ def test_model_parallel_random_states():
 
 
 def _routing(exact: bool, one_sided: bool) -> tuple[list[bool], int, list[tuple[int, int]]]:
-    import ds_fp4 as _  # noqa: F401
     from deepspeed.moe.ep_router import TokenChoiceTopKRouter
+
+    import ds_fp4 as _  # noqa: F401
     from ds_fp4.checkpointing import recomputing
     from ds_fp4.traffic import AllToAllTraffic
 
@@ -383,8 +386,9 @@ REFUSED = [
         {},
         {"activation_checkpointing": {"cpu_checkpointing": True}},
         None,
-        "activation_checkpointing.cpu_checkpointing = True cannot be combined with ds_fp4.checkpointing.enabled = true, which keeps "
-        "activations in a form of its own. Set activation_checkpointing.cpu_checkpointing to false; ds_fp4.checkpointing.offload = "
+        "activation_checkpointing.cpu_checkpointing = True cannot be combined with ds_fp4.checkpointing.enabled = "
+        "true, which keeps activations in a form of its own. Set activation_checkpointing.cpu_checkpointing to false; "
+        "ds_fp4.checkpointing.offload = "
         '"cpu" does that',
     ),
     (
@@ -489,8 +493,9 @@ class _Tokens(torch.utils.data.Dataset):
 
 
 def _trainer(folder: str, checkpointing: dict, gradient_checkpointing: bool) -> list[float]:
-    import ds_fp4 as _  # noqa: F401
     from transformers import Trainer, TrainingArguments
+
+    import ds_fp4 as _  # noqa: F401
 
     config = models.ds_config(_block(checkpointing), ep_size=2)
     config.update(

@@ -46,6 +46,7 @@ def _losses_through_shim(kind: str) -> list[float]:
     from ds_fp4.all_to_all import Leg
     from ds_fp4.integrations import autoep, classic
     from ds_fp4.integrations.seam import swap_class
+
     autoep.install()
     classic.install()
     engine = _make(kind, None)
@@ -116,8 +117,13 @@ def test_every_combination_trains_like_bf16():
 def _traffic(kind: str, recipe: str, ep_size: int) -> dict:
     import ds_fp4 as _  # noqa: F401
     from ds_fp4.traffic import AllToAllTraffic
-    engine = _make(kind, {"enabled": True, "recipe": recipe}, ep_size=ep_size, model=dict(
-        hidden=512, num_experts=8) if kind == "classic" else dict(hidden_size=512, num_local_experts=8))
+
+    engine = _make(
+        kind,
+        {"enabled": True, "recipe": recipe},
+        ep_size=ep_size,
+        model=dict(hidden=512, num_experts=8) if kind == "classic" else dict(hidden_size=512, num_local_experts=8),
+    )
     tokens = models.batches(1, torch.distributed.get_rank(), micro_batch=4, length=32)[0]
     with AllToAllTraffic() as traffic:
         loss = models.loss_of(engine, tokens)
@@ -140,6 +146,7 @@ def test_bytes_on_the_wire(kind, world):
 def _ep_smaller_than_world(kind: str) -> tuple[list[float], int]:
     import ds_fp4 as _  # noqa: F401
     from ds_fp4.integrations.seam import CodecLayer
+
     engine = _make(kind, MXFP4, ep_size=2, zero=1)
     swapped = sum(isinstance(module, CodecLayer) for module in engine.module.modules())
     return models.train(engine, models.batches(4, torch.distributed.get_rank())), swapped
@@ -156,6 +163,7 @@ def test_expert_parallel_group_smaller_than_the_world(kind):
 
 def _nonfinite(kind: str, value: float, leg: str) -> list[bool]:
     import ds_fp4 as _  # noqa: F401
+
     engine = _make(kind, MXFP4, dtype="bf16")
     rank = torch.distributed.get_rank()
     good = models.loss_of(engine, models.batches(1, rank)[0])
@@ -165,8 +173,11 @@ def _nonfinite(kind: str, value: float, leg: str) -> list[bool]:
         with torch.no_grad():
             weight[:, 0] = value
     else:
-        expert = [module for name, module in engine.module.named_modules()
-                  if name.endswith("deepspeed_experts.0") or name.endswith("mlp.experts")][0]
+        expert = [
+            module
+            for name, module in engine.module.named_modules()
+            if name.endswith("deepspeed_experts.0") or name.endswith("mlp.experts")
+        ][0]
         with torch.no_grad():
             next(expert.parameters()).fill_(value)
     bad = models.loss_of(engine, models.batches(1, rank)[0])

@@ -28,11 +28,13 @@ def _engine(kind: str, block: dict | None, **config):
 
 def _swapped(engine) -> list[str]:
     from ds_fp4.integrations.seam import CodecLayer
+
     return [module.ds_fp4_name for module in engine.module.modules() if isinstance(module, CodecLayer)]
 
 
 def _resume(kind: str, folder: str, saved_with: dict | None, loaded_with: dict | None) -> tuple[list, list, bool]:
     import ds_fp4  # noqa: F401
+
     rank = torch.distributed.get_rank()
     data = models.batches(6, rank)
     engine = _engine(kind, saved_with, zero=1)
@@ -65,6 +67,7 @@ def test_checkpoints_load_with_and_without_ds_fp4(kind, saved, loaded, tmp_path)
 
 def _eval_and_accumulation(kind: str) -> tuple[float, float, float, float]:
     import ds_fp4  # noqa: F401
+
     rank = torch.distributed.get_rank()
     tokens = models.batches(1, rank)[0]
     engine = _engine(kind, MXFP4, dtype="fp32")
@@ -88,8 +91,9 @@ def test_eval_no_grad_and_inference_mode_use_the_codec_too(kind):
 
 
 def _accumulate(kind: str) -> float:
-    """Largest relative difference between the gradient of 4 accumulated micro-batches and the sum of their gradients."""
+    """Largest relative difference between accumulated gradients and the sum of the micro-batches' gradients."""
     import ds_fp4  # noqa: F401
+
     model = _engine(kind, MXFP4, dtype="fp32").module
     data = models.batches(4, torch.distributed.get_rank())
 
@@ -113,10 +117,18 @@ def test_accumulated_gradients_are_the_sum(kind):
 def _overrides(layers: dict) -> tuple[list[str], dict]:
     import ds_fp4  # noqa: F401
     from ds_fp4.integrations.seam import CodecLayer
-    engine = models.build(models.mixtral(num_hidden_layers=3), models.ds_config({**MXFP4, "layers": layers}, ep_size=2))
+
+    engine = models.build(
+        models.mixtral(num_hidden_layers=3), models.ds_config({**MXFP4, "layers": layers}, ep_size=2)
+    )
     models.train(engine, models.batches(1, torch.distributed.get_rank()))
-    legs = {module.ds_fp4_name: [codec.name if codec else "bf16" for leg in module.ds_fp4_legs for codec in (leg.forward, leg.backward)]
-            for module in engine.module.modules() if isinstance(module, CodecLayer)}
+    legs = {
+        module.ds_fp4_name: [
+            codec.name if codec else "bf16" for leg in module.ds_fp4_legs for codec in (leg.forward, leg.backward)
+        ]
+        for module in engine.module.modules()
+        if isinstance(module, CodecLayer)
+    }
     return _swapped(engine), legs
 
 
@@ -131,6 +143,7 @@ def test_layer_overrides():
 
 def _same_model_in_two_engines() -> list[list[str]]:
     import ds_fp4  # noqa: F401
+
     model = models.classic_model()
     first = models.build(model, models.ds_config(MXFP4))
     found = [_swapped(first)]
@@ -148,6 +161,7 @@ def test_a_later_engine_without_a_block_gets_stock_layers_back():
 
 def _compiled(kind: str) -> tuple[list[float], list[float]]:
     import ds_fp4  # noqa: F401
+
     data = models.batches(3, torch.distributed.get_rank())
     eager = models.train(_engine(kind, MXFP4), data)
     engine = _engine(kind, MXFP4)
@@ -163,6 +177,7 @@ def test_compiled_models_run_the_layers_eagerly(kind):
 
 def _folded() -> tuple[list[float], list[float], list[str]]:
     import ds_fp4  # noqa: F401
+
     config = dict(zero=1, tensor_parallel={"autotp_size": 2, "preset_model": "mixtral"})
     stock = models.build(models.mixtral(), models.ds_config(None, ep_size=2, **config))
     tokens = models.batches(2, torch.distributed.get_rank() // 2)  # tensor-parallel peers see the same tokens
@@ -183,6 +198,7 @@ def _initialize_imported_first() -> list[str]:
     from deepspeed import initialize
 
     import ds_fp4  # noqa: F401
+
     engine, *_ = initialize(model=models.mixtral(), config=models.ds_config(MXFP4, ep_size=2))
     return _swapped(engine)
 
@@ -192,7 +208,6 @@ def test_deepspeed_may_be_imported_first():
 
 
 class _Tokens(torch.utils.data.Dataset):
-
     def __len__(self) -> int:
         return 64
 
@@ -202,14 +217,30 @@ class _Tokens(torch.utils.data.Dataset):
 
 
 def _trainer(folder: str) -> tuple[list[str], list[float]]:
-    import ds_fp4  # noqa: F401
     from transformers import Trainer, TrainingArguments
+
+    import ds_fp4  # noqa: F401
+
     config = models.ds_config(MXFP4, ep_size=2)
-    config.update(train_micro_batch_size_per_gpu="auto", gradient_accumulation_steps="auto", gradient_clipping="auto",
-                  bf16={"enabled": "auto"})
+    config.update(
+        train_micro_batch_size_per_gpu="auto",
+        gradient_accumulation_steps="auto",
+        gradient_clipping="auto",
+        bf16={"enabled": "auto"},
+    )
     config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}
-    arguments = TrainingArguments(folder, per_device_train_batch_size=2, max_steps=4, logging_steps=1, report_to=[], bf16=True,
-                                  use_cpu=not torch.cuda.is_available(), deepspeed=config, save_strategy="no", disable_tqdm=True)
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=2,
+        max_steps=4,
+        logging_steps=1,
+        report_to=[],
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        deepspeed=config,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
     trainer = Trainer(models.mixtral(), arguments, train_dataset=_Tokens())
     trainer.train()
     return _swapped(trainer.model_wrapped), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -222,9 +253,11 @@ def test_hugging_face_trainer(tmp_path):
 
 
 def _accelerate() -> list[str]:
-    import ds_fp4  # noqa: F401
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
+
+    import ds_fp4  # noqa: F401
+
     plugin = DeepSpeedPlugin(hf_ds_config=models.ds_config(MXFP4, ep_size=2))
     accelerator = Accelerator(deepspeed_plugin=plugin)
     loader = torch.utils.data.DataLoader(_Tokens(), batch_size=2)
@@ -266,11 +299,33 @@ def test_ds_fp4_run_starts_an_unmodified_script(launcher, tmp_path):
     environment = {**os.environ, "PYTHONPATH": root, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     program = [sys.executable, "-m", "ds_fp4.cli.main"]
     if launcher == "deepspeed":
-        command = [*program, "run", "--num_gpus", "2", "--master_port", str(free_port()), str(script), "--out", str(out)]
+        command = [
+            *program,
+            "run",
+            "--num_gpus",
+            "2",
+            "--master_port",
+            str(free_port()),
+            str(script),
+            "--out",
+            str(out),
+        ]
     else:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-                   "--master-port", str(free_port()), "-m", "ds_fp4.cli.main", "run",
-                   str(script), "--out", str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--master-port",
+            str(free_port()),
+            "-m",
+            "ds_fp4.cli.main",
+            "run",
+            str(script),
+            "--out",
+            str(out),
+        ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
@@ -281,6 +336,7 @@ def _summary() -> str:
     import ds_fp4.engine as hook
     from ds_fp4.startup import Announcement
     from ds_fp4.summary import summary_lines
+
     engine = models.build(models.mixtral(num_hidden_layers=3), models.ds_config(ep_size=2))
     block = {**MXFP4, "layers": {"model.layers.1.mlp": "bf16"}}
     plan = hook.make_plan({"ds_fp4": block}, engine.module, torch.device("cpu"), Announcement("test"))

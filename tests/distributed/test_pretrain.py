@@ -88,6 +88,27 @@ def test_resuming_gives_the_losses_of_an_unbroken_run(moe, job, tmp_path):
             run_ranks(2, pretrain, [*job, "--resume", "--seed", "5"], joins=False)
 
 
+def test_a_run_can_start_from_another_runs_weights(job, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_ranks(
+        2,
+        pretrain,
+        [*job, "--recipe", "bf16", "--steps", "4", "--save-every", "4", "--output", str(first)],
+        joins=False,
+    )
+    start = ["--init-from", str(first / "bf16-seed0.checkpoints")]
+    run_ranks(
+        2, pretrain, [*job, *start, "--compare", "bf16", "mxfp4", "--steps", "2", "--output", str(second)], joins=False
+    )
+    trained, _ = lines(first / "bf16-seed0.jsonl")
+    for recipe in ("bf16", "mxfp4"):
+        records, _ = lines(second / f"{recipe}-seed0.jsonl")
+        assert [record["step"] for record in records] == [1, 2]
+        assert records[0]["loss"] < trained[0]["loss"] - 0.5
+    with pytest.raises(RankFailure, match="--init-from .*: no checkpoint there"):
+        run_ranks(2, pretrain, [*job, "--init-from", str(tmp_path), "--output", str(second)], joins=False)
+
+
 def test_processes_share_one_global_batch(job, tmp_path):
     losses = []
     for world in (1, 2):

@@ -97,15 +97,28 @@ def _refused(block: dict, kind: str, config: dict) -> str:
 
 
 REFUSALS = [
-    ("classic", {**MXFP4, "layers": {"blocks.7.*": "fp8"}}, {}, "ds_fp4.layers.blocks.7.*: matches none of the model's MoE layers: "
-     "blocks.0.moe, blocks.1.moe"),
-    ("classic", {**MXFP4, "checkpointing": {"enabled": True}}, {"activation_checkpointing": {"partition_activations": True}},
-     "activation_checkpointing.partition_activations = True cannot be combined"),
+    (
+        "classic",
+        {**MXFP4, "layers": {"blocks.7.*": "fp8"}},
+        {},
+        "ds_fp4.layers.blocks.7.*: matches none of the model's MoE layers: blocks.0.moe, blocks.1.moe",
+    ),
+    (
+        "classic",
+        {**MXFP4, "checkpointing": {"enabled": True}},
+        {"activation_checkpointing": {"partition_activations": True}},
+        "activation_checkpointing.partition_activations = True cannot be combined",
+    ),
     ("classic", {**MXFP4, "scale_rounding": "up"}, {}, "ds_fp4.scale_rounding = 'up'"),
     ("classic", MXFP4, {"compile": {"deepcompile": True}}, "Set compile.deepcompile to false"),
     ("classic", {"enabled": "true"}, {}, "ds_fp4.enabled = 'true': expected true or false"),
-    ("classic", {**MXFP4, "all_to_all": {"dispatch": "fp8"}}, {}, "ds_fp4.all_to_all.dispatch: unknown key; allowed keys here: "
-     "dispatch_forward, combine_forward, combine_backward, dispatch_backward. Did you mean"),
+    (
+        "classic",
+        {**MXFP4, "all_to_all": {"dispatch": "fp8"}},
+        {},
+        "ds_fp4.all_to_all.dispatch: unknown key; allowed keys here: "
+        "dispatch_forward, combine_forward, combine_backward, dispatch_backward. Did you mean",
+    ),
 ]
 
 
@@ -118,6 +131,7 @@ def test_refusals_say_what_to_set(kind, block, config, message):
 def _deepep() -> str:
     import ds_fp4.engine as hook
     from ds_fp4.startup import Announcement
+
     engine = models.build(models.mixtral(), models.ds_config(ep_size=2))
     for module in engine.module.modules():
         if hasattr(module, "comm_backend"):
@@ -131,11 +145,14 @@ def _deepep() -> str:
 
 def test_deepep_transport_is_refused_by_name():
     for text in run_ranks(2, _deepep):
-        assert 'expert_parallel.comm_backend = "deepep"' in text and 'Set expert_parallel.comm_backend to "comm"' in text
+        assert (
+            'expert_parallel.comm_backend = "deepep"' in text and 'Set expert_parallel.comm_backend to "comm"' in text
+        )
 
 
 def _wrong_version(package: str) -> str:
     from ds_fp4 import compat
+
     if package == "deepspeed":
         compat.DEEPSPEED_TESTED = ("0.1", "0.2")
     else:
@@ -158,8 +175,10 @@ def test_expert_parallel_size_1_warns_and_trains():
 def _ep_size_1() -> str:
     import logging
 
-    import ds_fp4  # noqa: F401
     from deepspeed.utils import logger
+
+    import ds_fp4  # noqa: F401
+
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())

@@ -168,7 +168,7 @@ def _blocks(layers: int, width: int) -> nn.ModuleList:
 
 
 def test_offload_gives_the_same_bits_under_pressure():
-    """Many layers at once, two micro-batches in flight, memory reused between: a copy that is read too early would show."""
+    """Many layers, two micro-batches in flight, memory reused between: a copy that is read too early would show."""
     blocks = _blocks(12, 1024)
     results = []
     for offload in ("none", "cpu"):

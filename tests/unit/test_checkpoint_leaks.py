@@ -146,7 +146,7 @@ def test_200_steps_do_not_grow(variant):
     for step in range(200):
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
         inner = functools.partial(ds_fp4.checkpoint, net, **VARIANTS[variant])
-        y = ds_fp4.checkpoint(lambda a: inner(a.sin()) + a, x, **VARIANTS[variant])
+        y = ds_fp4.checkpoint(lambda a, inner=inner: inner(a.sin()) + a, x, **VARIANTS[variant])
         with ds_fp4.saved_tensors():
             loss = (net(y) * y).square().mean()
         if step % 5:  # now and then a graph that nobody needs

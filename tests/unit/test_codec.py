@@ -11,8 +11,9 @@ from ds_fp4 import formats
 from ds_fp4.codec import Fp8Codec, Mxfp4Codec, make_codec
 
 
-@pytest.mark.parametrize("hidden, mxfp4, fp8", [(7168, 3808, 7232), (4096, 2176, 4128), (128, 80, 144), (100, 80, 112),
-                                                (1, 32, 16)])
+@pytest.mark.parametrize(
+    "hidden, mxfp4, fp8", [(7168, 3808, 7232), (4096, 2176, 4128), (128, 80, 144), (100, 80, 112), (1, 32, 16)]
+)
 def test_record_sizes(hidden, mxfp4, fp8):
     assert (Mxfp4Codec(hidden).record_bytes, Fp8Codec(hidden).record_bytes) == (mxfp4, fp8)
 
@@ -44,7 +45,7 @@ def test_no_rows_and_padding(name):
     assert codec.encode(torch.empty(0, 100)).shape == (0, codec.record_bytes)
     assert codec.decode(torch.empty(0, codec.record_bytes, dtype=torch.uint8), torch.bfloat16).shape == (0, 100)
     records = codec.encode(torch.randn(64, 100))
-    assert codec.record_bytes > codec.data_bytes and not records[:, codec.data_bytes:].any()
+    assert codec.record_bytes > codec.data_bytes and not records[:, codec.data_bytes :].any()
 
 
 def test_bf16_is_no_codec_and_others_are_refused():

@@ -12,8 +12,12 @@ DESIGN_BLOCK = {
     "enabled": True,
     "recipe": "mxfp4",
     "scale_rounding": "even",
-    "all_to_all": {"dispatch_forward": "mxfp4", "combine_forward": "mxfp4", "combine_backward": "fp8",
-                   "dispatch_backward": "fp8"},
+    "all_to_all": {
+        "dispatch_forward": "mxfp4",
+        "combine_forward": "mxfp4",
+        "combine_backward": "fp8",
+        "dispatch_backward": "fp8",
+    },
     "experts": {"compute": "fp8", "saved_activations": "mxfp4", "recompute": "activation"},
     "checkpointing": {"enabled": False, "format": "mxfp4", "exact": True, "scope": "layers", "offload": "none"},
 }
@@ -28,8 +32,9 @@ def test_the_documented_block_is_the_preset():
     assert layer_recipe(parse_block(DESIGN_BLOCK), "x") == layer_recipe(parse_block({"enabled": True}), "x")
 
 
-@pytest.mark.parametrize("recipe, legs", [("bf16", ["bf16"] * 4), ("fp8", ["fp8"] * 4),
-                                          ("mxfp4", ["mxfp4", "mxfp4", "fp8", "fp8"])])
+@pytest.mark.parametrize(
+    "recipe, legs", [("bf16", ["bf16"] * 4), ("fp8", ["fp8"] * 4), ("mxfp4", ["mxfp4", "mxfp4", "fp8", "fp8"])]
+)
 def test_presets(recipe, legs):
     assert _legs({"enabled": True, "recipe": recipe}) == legs
 
@@ -39,9 +44,16 @@ def test_one_key_alone_is_overridden():
 
 
 def test_layer_patterns_first_match_wins_and_a_recipe_starts_afresh():
-    block = {"enabled": True, "all_to_all": {"combine_forward": "fp8"}, "scale_rounding": "ceil",
-             "layers": {"a.0": "bf16", "a.*": {"recipe": "mxfp4", "scale_rounding": "floor"},
-                        "b.*": {"all_to_all": {"dispatch_forward": "fp8"}}}}
+    block = {
+        "enabled": True,
+        "all_to_all": {"combine_forward": "fp8"},
+        "scale_rounding": "ceil",
+        "layers": {
+            "a.0": "bf16",
+            "a.*": {"recipe": "mxfp4", "scale_rounding": "floor"},
+            "b.*": {"all_to_all": {"dispatch_forward": "fp8"}},
+        },
+    }
     assert _legs(block, "a.0") == ["bf16"] * 4
     assert _legs(block, "a.1") == ["mxfp4", "mxfp4", "fp8", "fp8"]
     assert _legs(block, "b.1") == ["fp8", "fp8", "fp8", "fp8"]
@@ -57,27 +69,49 @@ WRONG = [
     ({"enabled": True, "recipe": "mxfp5"}, "ds_fp4.recipe = 'mxfp5': allowed values are 'bf16', 'fp8' or 'mxfp4'"),
     ({"enabled": True, "recipe": "auto"}, 'ds_fp4.recipe = "auto": nothing fills in'),
     ({"enabled": True, "all_to_all": {"combine_forward": "auto"}}, 'ds_fp4.all_to_all.combine_forward = "auto"'),
-    ({"enabled": True, "all_to_al": {}}, 'ds_fp4.all_to_al: unknown key; allowed keys here: enabled, recipe, scale_rounding, '
-     'all_to_all, experts, checkpointing, layers. Did you mean "all_to_all"?'),
+    (
+        {"enabled": True, "all_to_al": {}},
+        "ds_fp4.all_to_al: unknown key; allowed keys here: enabled, recipe, scale_rounding, "
+        'all_to_all, experts, checkpointing, layers. Did you mean "all_to_all"?',
+    ),
     ({"enabled": True, "strict": True}, "ds_fp4.strict: unknown key"),
     ({"enabled": True, "all_to_all": {"strict": True}}, "ds_fp4.all_to_all.strict: unknown key"),
     ({"enabled": True, "all_to_all": ["mxfp4"]}, "ds_fp4.all_to_all = ['mxfp4']: expected an object"),
-    ({"enabled": True, "all_to_all": {"dispatch_forward": 4}}, "ds_fp4.all_to_all.dispatch_forward = 4: allowed values"),
-    ({"enabled": True, "experts": {"compute": "fp4"}}, "ds_fp4.experts.compute = 'fp4': allowed values are 'bf16' or 'fp8'"),
+    (
+        {"enabled": True, "all_to_all": {"dispatch_forward": 4}},
+        "ds_fp4.all_to_all.dispatch_forward = 4: allowed values",
+    ),
+    (
+        {"enabled": True, "experts": {"compute": "fp4"}},
+        "ds_fp4.experts.compute = 'fp4': allowed values are 'bf16' or 'fp8'",
+    ),
     ({"enabled": True, "layers": {"a": "none"}}, "ds_fp4.layers.a.recipe = 'none': allowed values"),
-    ({"enabled": True, "layers": {"a": {"all_to_all": {"x": 1}}}}, "ds_fp4.layers.a.all_to_all.x: unknown key; allowed keys "
-     "here: dispatch_forward"),
-    ({"enabled": True, "layers": {"a": {"enabled": False}}}, "ds_fp4.layers.a.enabled: unknown key; allowed keys here: recipe"),
+    (
+        {"enabled": True, "layers": {"a": {"all_to_all": {"x": 1}}}},
+        "ds_fp4.layers.a.all_to_all.x: unknown key; allowed keys here: dispatch_forward",
+    ),
+    (
+        {"enabled": True, "layers": {"a": {"enabled": False}}},
+        "ds_fp4.layers.a.enabled: unknown key; allowed keys here: recipe",
+    ),
     ({"enabled": True, "checkpointing": {"exact": "no"}}, "ds_fp4.checkpointing.exact = 'no': expected true or false"),
-    ({"enabled": True, "checkpointing": {"offload": "disk"}}, "ds_fp4.checkpointing.offload = 'disk': allowed values are 'none' "
-     "or 'cpu'"),
-    ({"enabled": True, "checkpointing": {"scope": "layer"}}, "ds_fp4.checkpointing.scope = 'layer': allowed values are "
-     '"experts", "layers" or a list of patterns of module names'),
+    (
+        {"enabled": True, "checkpointing": {"offload": "disk"}},
+        "ds_fp4.checkpointing.offload = 'disk': allowed values are 'none' or 'cpu'",
+    ),
+    (
+        {"enabled": True, "checkpointing": {"scope": "layer"}},
+        "ds_fp4.checkpointing.scope = 'layer': allowed values are "
+        '"experts", "layers" or a list of patterns of module names',
+    ),
     ({"enabled": True, "checkpointing": {"scope": []}}, "ds_fp4.checkpointing.scope = []: allowed values"),
     ({"enabled": True, "checkpointing": {"scope": ["a", 1]}}, "ds_fp4.checkpointing.scope = ['a', 1]: allowed values"),
     ({"enabled": True, "checkpointing": {"scope": "auto"}}, 'ds_fp4.checkpointing.scope = "auto": nothing fills in'),
-    ({"enabled": True, "checkpointing": {"formt": "fp8"}}, "ds_fp4.checkpointing.formt: unknown key; allowed keys here: enabled, "
-     'format, exact, scope, offload. Did you mean "format"?'),
+    (
+        {"enabled": True, "checkpointing": {"formt": "fp8"}},
+        "ds_fp4.checkpointing.formt: unknown key; allowed keys here: enabled, "
+        'format, exact, scope, offload. Did you mean "format"?',
+    ),
     ({"enabled": True, 3: 4}, "ds_fp4: the key 3 is not a string"),
 ]
 
@@ -104,7 +138,9 @@ def test_a_pattern_without_a_match_is_refused():
 def test_flatten_expands_presets_and_keeps_the_order_of_patterns():
     short, spelled_out = (flatten(parse_block(block)) for block in ({"enabled": True}, DESIGN_BLOCK))
     assert short == spelled_out
-    one, other = (flatten(parse_block({"enabled": True, "layers": layers}))
-                  for layers in ({"a.*": "bf16", "*": "fp8"}, {"*": "fp8", "a.*": "bf16"}))
+    one, other = (
+        flatten(parse_block({"enabled": True, "layers": layers}))
+        for layers in ({"a.*": "bf16", "*": "fp8"}, {"*": "fp8", "a.*": "bf16"})
+    )
     assert one != other
     assert flatten(parse_block({"enabled": False, "recipe": "fp8"})) == {"ds_fp4.enabled": False}

@@ -23,18 +23,27 @@ LEGS = (Leg("dispatch", None, None), Leg("combine", None, None))
 
 def test_the_hook_is_in_place_once():
     from ds_fp4 import engine
+
     hook = DeepSpeedEngine._configure_distributed_model
     assert hook._ds_fp4_hook
     engine.install()
     assert DeepSpeedEngine._configure_distributed_model is hook
     source = inspect.getsource(DeepSpeedEngine.__init__)
-    expert, distributed, optimizer = (source.index(call) for call in (
-        "self._configure_expert_parallel(", "self._configure_distributed_model(", "self._configure_optimizer("))
+    expert, distributed, optimizer = (
+        source.index(call)
+        for call in (
+            "self._configure_expert_parallel(",
+            "self._configure_distributed_model(",
+            "self._configure_optimizer(",
+        )
+    )
     assert expert < distributed < optimizer
 
 
-@pytest.mark.parametrize("module, layer, function", [(sharded_moe, sharded_moe.MOELayer, "_AllToAll"),
-                                                     (auto_ep_layer, auto_ep_layer.AutoEPMoELayer, "_AllToAllV")])
+@pytest.mark.parametrize(
+    "module, layer, function",
+    [(sharded_moe, sharded_moe.MOELayer, "_AllToAll"), (auto_ep_layer, auto_ep_layer.AutoEPMoELayer, "_AllToAllV")],
+)
 def test_a_layer_exchanges_twice_per_forward_by_that_name(module, layer, function):
     names = [name for name in ("forward", "_forward") if name in vars(layer)]
     calls = sum(inspect.getsource(getattr(layer, name)).count(f"{function}.apply(") for name in names)
@@ -54,7 +63,6 @@ def test_a_function_with_other_arguments_is_refused():
     module = types.ModuleType("moved")
 
     class Moved(torch.autograd.Function):
-
         @staticmethod
         def forward(ctx, group, input, extra):
             return input
@@ -67,7 +75,6 @@ def test_a_function_with_other_arguments_is_refused():
 
 
 class _Layer(torch.nn.Module):
-
     def __init__(self, exchange, calls: int) -> None:
         super().__init__()
         self.exchange, self.calls = exchange, calls
@@ -83,7 +90,6 @@ def exchange():
     module = types.ModuleType("layers")
 
     class Function(torch.autograd.Function):
-
         @staticmethod
         def forward(ctx, x):
             return x.clone()
@@ -137,7 +143,6 @@ def test_frames_belong_to_their_thread(exchange):
 def test_an_exception_in_a_layer_keeps_its_type(exchange):
 
     class Broken(_Layer):
-
         def forward(self, x):
             raise ZeroDivisionError
 
@@ -151,13 +156,15 @@ def test_deepspeeds_checkpointing_passes_through_one_function():
     from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
 
     from ds_fp4.integrations import checkpointing
+
     checkpointing._install_deepspeed_shim()
     checkpointing._install_deepspeed_shim()
     assert deepspeed_checkpointing.CheckpointFunction.__mro__[1].__name__ == "CheckpointFunction"
     source = inspect.getsource(deepspeed_checkpointing.checkpoint)
     assert "CheckpointFunction.apply(function, all_outputs, *args)" in source
-    assert all(getattr(deepspeed_checkpointing, switch) is False
-               for switch in checkpointing._DEEPSPEED_FEATURES.values())
+    assert all(
+        getattr(deepspeed_checkpointing, switch) is False for switch in checkpointing._DEEPSPEED_FEATURES.values()
+    )
 
 
 def test_the_classic_layer_keeps_its_gates_results_in_two_attributes():
@@ -166,15 +173,18 @@ def test_the_classic_layer_keeps_its_gates_results_in_two_attributes():
 
 
 def test_transformers_gives_its_layers_a_function_that_is_recognized():
-    from tests.distributed.models import mixtral
-
     from ds_fp4.checkpointing import CheckpointOptions
     from ds_fp4.integrations.checkpointing import _HF_FUNCTION, redirected
+    from tests.distributed.models import mixtral
+
     model = mixtral()
     options = CheckpointOptions("fp8", exact=False)
-    for arguments, offload in (({}, "none"), (dict(offload=True), "cpu"),
-                               (dict(gradient_checkpointing_kwargs={"use_reentrant": True}), "none"),
-                               (dict(gradient_checkpointing_kwargs={"use_reentrant": False, "early_stop": False}), "none")):
+    for arguments, offload in (
+        ({}, "none"),
+        (dict(offload=True), "cpu"),
+        (dict(gradient_checkpointing_kwargs={"use_reentrant": True}), "none"),
+        (dict(gradient_checkpointing_kwargs={"use_reentrant": False, "early_stop": False}), "none"),
+    ):
         model.gradient_checkpointing_enable(**arguments)
         for layer in model.model.layers:
             assert layer.gradient_checkpointing

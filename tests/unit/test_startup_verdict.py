@@ -59,15 +59,27 @@ def test_a_wrong_timeout_is_refused(text, monkeypatch):
         start_timeout()
 
 
-@pytest.mark.parametrize("found, accepted", [("0.19.2", True), ("0.19.8", True), ("0.19.8+cu130", True), ("0.19.1", False),
-                                             ("0.19.9", False), ("0.20.0", False), ("0.9.9", False)])
+@pytest.mark.parametrize(
+    "found, accepted",
+    [
+        ("0.19.2", True),
+        ("0.19.8", True),
+        ("0.19.8+cu130", True),
+        ("0.19.1", False),
+        ("0.19.9", False),
+        ("0.20.0", False),
+        ("0.9.9", False),
+    ],
+)
 def test_deepspeed_releases(found, accepted, monkeypatch):
     monkeypatch.delenv(compat.SKIP_VARIABLE, raising=False)
     monkeypatch.setattr("deepspeed.__version__", found)
     if accepted:
         compat.check_deepspeed()
     else:
-        with pytest.raises(RuntimeError, match=f"tested with deepspeed 0.19.2 to 0.19.8, but deepspeed {found} is installed"):
+        with pytest.raises(
+            RuntimeError, match=f"tested with deepspeed 0.19.2 to 0.19.8, but deepspeed {found} is installed"
+        ):
             compat.check_deepspeed()
 
 
