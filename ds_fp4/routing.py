@@ -147,8 +147,9 @@ class _Replaying(_Selecting):
             was = "none" if made is None else f"{made.name} of {made.shape}, dim {made.dim}"
             raise RoutingError(
                 f"selection {self._next} of the recomputation is {name} of {tuple(source.shape)}, dim {dim}; the "
-                f"forward's was {was}. The checkpointed function takes another path when it sees packed values, and would "
-                "route tokens to other experts. Set ds_fp4_exact=True (ds_fp4.checkpointing.exact): both then see the same."
+                f"forward's was {was}. The checkpointed function takes another path when it sees packed values, and "
+                "would route tokens to other experts. Set ds_fp4_exact=True (ds_fp4.checkpointing.exact): both then see "
+                "the same."
             )
         indices = made.indices.to(torch.int64)
         if dim is None:
