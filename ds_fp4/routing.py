@@ -148,8 +148,8 @@ class _Replaying(_Selecting):
             raise RoutingError(
                 f"selection {self._next} of the recomputation is {name} of {tuple(source.shape)}, dim {dim}; the "
                 f"forward's was {was}. The checkpointed function takes another path when it sees packed values, and "
-                "would route tokens to other experts. Set ds_fp4_exact=True (ds_fp4.checkpointing.exact): both then see "
-                "the same."
+                "would route tokens to other experts. Set ds_fp4_exact=True (ds_fp4.checkpointing.exact): then both "
+                "see the same."
             )
         indices = made.indices.to(torch.int64)
         if dim is None:
