@@ -181,7 +181,8 @@ class _Arguments:
             view, keep = self._packer.pack(t) if packable else (None, t)
             self.views.append(view)
             place = next((i for i, other in enumerate(self.kept) if other is keep), len(self.kept))
-            self.kept[place:] = self.kept[place:] or [keep]
+            if place == len(self.kept):
+                self.kept.append(keep)
             self.places.append(place)
         return _Slot(self._numbers[id(t)])
 
@@ -214,7 +215,7 @@ class _Arguments:
         """The values of the slots, from what was kept.
 
         Args:
-            kept: as `self.kept`. Views of the same bytes become views of the same tensor.
+            kept: as `self.kept`. Views of the same bytes share their memory again.
             sources: the tensors that the packed ones are to be differentiated as; None in a recomputation.
         """
         flats: dict[int, torch.Tensor] = {}

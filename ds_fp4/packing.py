@@ -140,8 +140,8 @@ class View:
     offset: int
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The tensor, as a view of [run.numel] decoded values."""
-        return flat.as_strided(self.size, self.stride, self.offset)
+        """The tensor, in the memory of [run.numel] decoded values; to autograd it is a tensor of its own."""
+        return flat.new_empty(0).set_(flat.untyped_storage(), self.offset, self.size, self.stride)
 
 
 def is_packable(t: torch.Tensor) -> bool:

@@ -60,9 +60,9 @@ def find_targets(model: torch.nn.Module, layers: list[MoELayer], scope: str | li
     Args:
         model: the whole model.
         layers: its MoE layers.
-        scope: "experts" for the module that computes each MoE layer's experts; "layers" for every member of the module
-            lists that hold the MoE layers (so the dense ones among them too); or patterns of module names. A module
-            inside another that is checkpointed is not checkpointed again.
+        scope: "experts" for the module that computes each MoE layer's experts; "layers" for every member of the
+            ModuleList (of the Sequential, where there is none) that holds a MoE layer, the dense ones among them too;
+            or patterns of module names. A module inside another that is checkpointed is not checkpointed again.
 
     Raises ConfigError for a pattern that matches no module, and for a MoE layer outside of any module list.
     """
@@ -92,24 +92,20 @@ def _parents(name: str) -> Iterator[str]:
 
 def _layer_names(model: torch.nn.Module, layers: list[MoELayer]) -> set[str]:
     by_name = dict(model.named_modules())
-    lists = set()
+    holders = set()
     for layer in layers:
-        # The outermost one: a layer may keep lists of its own.
-        holder = next(
-            (
-                name
-                for name in reversed(list(_parents(layer.name)))
-                if isinstance(by_name[name], (torch.nn.ModuleList, torch.nn.Sequential))
-            ),
-            None,
-        )
-        if holder is None:
+        around = [*_parents(layer.name), ""]
+        # The innermost ModuleList (a model may be stages of layers), the outermost Sequential (a layer may be
+        # built of smaller ones).
+        lists = [name for name in around if isinstance(by_name[name], torch.nn.ModuleList)]
+        sequences = [name for name in around if isinstance(by_name[name], torch.nn.Sequential)]
+        if not lists and not sequences:
             raise ConfigError(
-                f'{BLOCK}.checkpointing.scope = "layers": {layer.name} is not inside a ModuleList or Sequential, '
-                "so which modules are layers is unknown; give a list of patterns of module names"
+                f'{BLOCK}.checkpointing.scope = "layers": {layer.name} is not inside a ModuleList or Sequential, so '
+                "which modules are layers is unknown; give a list of patterns of module names"
             )
-        lists.add(holder)
-    return {f"{holder}.{child}" for holder in lists for child, _ in by_name[holder].named_children()}
+        holders.add(lists[0] if lists else sequences[-1])
+    return {f"{holder}.{child}".lstrip(".") for holder in holders for child, _ in by_name[holder].named_children()}
 
 
 def _matching(modules: dict[str, torch.nn.Module], patterns: list[str]) -> set[str]:

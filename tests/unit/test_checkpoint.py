@@ -107,6 +107,18 @@ def test_nested_exact_checkpoints_on_values_that_packing_changes():
     _bits_equal(checkpointed[2:], [p.grad for p in net.parameters()])
 
 
+@pytest.mark.parametrize("exact", (True, False))
+def test_a_function_may_write_to_its_argument(exact):
+    net = Case(None, "mxfp4").net.eval()
+
+    def function(a):
+        return net(a.mul_(2))
+
+    x = unpacked(torch.randn(ROWS, WIDTH, requires_grad=True))
+    expected = _grads(lambda x: function(x * 1), x, net)
+    _bits_equal(_grads(lambda x: ds_fp4.checkpoint(function, x * 1, ds_fp4_exact=exact), x, net), expected)
+
+
 def test_nonfinite_values_reach_backward():
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with torch.no_grad():
