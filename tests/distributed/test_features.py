@@ -133,12 +133,12 @@ def _overrides(layers: dict) -> tuple[list[str], dict]:
 
 
 def test_layer_overrides():
-    layers = {"model.layers.0.*": "bf16", "*.2.mlp": {"all_to_all": {"combine_forward": "fp8"}}}
+    layers = {"model.layers.0.*": "bf16", "*.2.mlp": {"all_to_all": {"combine_forward": "mxfp4"}}}
     for swapped, legs in run_ranks(2, _overrides, layers):
         assert swapped == ["model.layers.1.mlp", "model.layers.2.mlp"]
         # dispatch forward, dispatch backward, combine forward, combine backward
-        assert legs["model.layers.1.mlp"] == ["mxfp4", "fp8", "mxfp4", "fp8"]
-        assert legs["model.layers.2.mlp"] == ["mxfp4", "fp8", "fp8", "fp8"]
+        assert legs["model.layers.1.mlp"] == ["mxfp4", "fp8", "fp8", "fp8"]
+        assert legs["model.layers.2.mlp"] == ["mxfp4", "fp8", "mxfp4", "fp8"]
 
 
 def _same_model_in_two_engines() -> list[list[str]]:
@@ -348,6 +348,6 @@ def test_summary_says_layers_codecs_and_bytes():
     assert "in 2 of 3 MoE layers, recipe mxfp4" in text
     assert "model.layers.{0,2}.mlp: AutoEP, hidden 128, expert-parallel size 2" in text
     # 64 bytes of codes and 4 scales, padded to 16
-    assert "forward: dispatch_forward mxfp4 80 + combine_forward mxfp4 80 = 160 bytes per routed token, 0.31x" in text
+    assert "forward: dispatch_forward mxfp4 80 + combine_forward fp8 144 = 224 bytes per routed token, 0.44x" in text
     assert "backward: combine_backward fp8 144 + dispatch_backward fp8 144" in text
     assert "as DeepSpeed does it: model.layers.1.mlp" in text

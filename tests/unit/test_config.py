@@ -14,7 +14,7 @@ DESIGN_BLOCK = {
     "scale_rounding": "even",
     "all_to_all": {
         "dispatch_forward": "mxfp4",
-        "combine_forward": "mxfp4",
+        "combine_forward": "fp8",
         "combine_backward": "fp8",
         "dispatch_backward": "fp8",
     },
@@ -33,20 +33,20 @@ def test_the_documented_block_is_the_preset():
 
 
 @pytest.mark.parametrize(
-    "recipe, legs", [("bf16", ["bf16"] * 4), ("fp8", ["fp8"] * 4), ("mxfp4", ["mxfp4", "mxfp4", "fp8", "fp8"])]
+    "recipe, legs", [("bf16", ["bf16"] * 4), ("fp8", ["fp8"] * 4), ("mxfp4", ["mxfp4", "fp8", "fp8", "fp8"])]
 )
 def test_presets(recipe, legs):
     assert _legs({"enabled": True, "recipe": recipe}) == legs
 
 
 def test_one_key_alone_is_overridden():
-    assert _legs({"enabled": True, "all_to_all": {"combine_forward": "fp8"}}) == ["mxfp4", "fp8", "fp8", "fp8"]
+    assert _legs({"enabled": True, "all_to_all": {"combine_forward": "mxfp4"}}) == ["mxfp4", "mxfp4", "fp8", "fp8"]
 
 
 def test_layer_patterns_first_match_wins_and_a_recipe_starts_afresh():
     block = {
         "enabled": True,
-        "all_to_all": {"combine_forward": "fp8"},
+        "all_to_all": {"combine_forward": "mxfp4"},
         "scale_rounding": "ceil",
         "layers": {
             "a.0": "bf16",
@@ -55,9 +55,9 @@ def test_layer_patterns_first_match_wins_and_a_recipe_starts_afresh():
         },
     }
     assert _legs(block, "a.0") == ["bf16"] * 4
-    assert _legs(block, "a.1") == ["mxfp4", "mxfp4", "fp8", "fp8"]
-    assert _legs(block, "b.1") == ["fp8", "fp8", "fp8", "fp8"]
-    assert _legs(block, "c") == ["mxfp4", "fp8", "fp8", "fp8"]
+    assert _legs(block, "a.1") == ["mxfp4", "fp8", "fp8", "fp8"]
+    assert _legs(block, "b.1") == ["fp8", "mxfp4", "fp8", "fp8"]
+    assert _legs(block, "c") == ["mxfp4", "mxfp4", "fp8", "fp8"]
     roundings = [layer_recipe(parse_block(block), name).scale_rounding for name in ("a.1", "b.1")]
     assert roundings == ["floor", "ceil"]
 
