@@ -136,7 +136,10 @@ def _traffic(kind: str, block: dict, ep_size: int) -> dict:
 def test_bytes_on_the_wire(kind, world):
     bf16 = run_ranks(world, _traffic, kind, BF16, world)
     all_fp4 = {**MXFP4, "all_to_all": {"combine_forward": "mxfp4"}}
-    for block, limits in ((MXFP4, {"forward": 0.39, "backward": 0.52}), (all_fp4, {"forward": 0.27, "backward": 0.52})):
+    for block, limits in (
+        (MXFP4, {"forward": 0.39, "backward": 0.52}),
+        (all_fp4, {"forward": 0.27, "backward": 0.52}),
+    ):
         sent = run_ranks(world, _traffic, kind, block, world)
         for direction, limit in limits.items():
             total, reference = (sum(rank[direction].bytes for rank in ranks) for ranks in (sent, bf16))
