@@ -19,7 +19,15 @@ if os.environ.get("DS_BUILD_FP4", "0") == "1":
     options = extension_options(root)
 
 setup(
-    packages=["ds_fp4", "ds_fp4.formats", "ds_fp4.integrations", "ds_fp4.cli", "ds_fp4.ops", "ds_fp4.ops.csrc"],
+    packages=[
+        "ds_fp4",
+        "ds_fp4.bench",
+        "ds_fp4.cli",
+        "ds_fp4.formats",
+        "ds_fp4.integrations",
+        "ds_fp4.ops",
+        "ds_fp4.ops.csrc",
+    ],
     package_dir={"ds_fp4": "ds_fp4", "ds_fp4.ops": "ops"},
     package_data={"ds_fp4.ops.csrc": ["*.cuh", "*.cu", "*.cpp", "*.h"]},
     **options,

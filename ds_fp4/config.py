@@ -128,8 +128,9 @@ def _preset(dispatch: str, combine: str, backward: str, compute: str, saved: str
     )
 
 
-# bf16 is DeepSpeed untouched, fp8 the strong baseline, mxfp4 the asymmetric recipe of arXiv 2603.02731 but for the combine
-# leg: FP4 there costs as much loss again as on the dispatch leg (docs/results.md: +1.05 % in all, +0.53 % with FP8).
+# bf16 is DeepSpeed untouched, fp8 the strong baseline, mxfp4 the asymmetric recipe of arXiv 2603.02731 but for the
+# combine leg: FP4 there costs as much loss again as on the dispatch leg (docs/results.md: +1.05 % in all, +0.53 % with
+# FP8).
 PRESETS: dict[str, dict[str, str]] = {
     "bf16": _preset("bf16", "bf16", "bf16", "bf16", "bf16"),
     "fp8": _preset("fp8", "fp8", "fp8", "fp8", "fp8"),

@@ -15,17 +15,22 @@ from ds_fp4.ops.backends import describe_kernels, load_kernels
 from ds_fp4.ops.conversions import (
     bf16_to_fp4_row,
     bf16_to_fp8_row,
+    bf16_to_fp8_row_and_col,
     fp4_row_to_bf16,
     fp4_row_to_fp8_col,
     fp4_row_to_fp8_row,
     fp8_row_to_bf16,
     fp8_row_to_fp4_row,
     fp8_row_to_fp8_col,
+    fp8_row_to_fp8_row,
+    split_weight_gradient,
+    weight_to_fp8,
 )
 
 __all__ = [
     "bf16_to_fp4_row",
     "bf16_to_fp8_row",
+    "bf16_to_fp8_row_and_col",
     "describe_kernels",
     "fp4_row_to_bf16",
     "fp4_row_to_fp8_col",
@@ -33,5 +38,8 @@ __all__ = [
     "fp8_row_to_bf16",
     "fp8_row_to_fp4_row",
     "fp8_row_to_fp8_col",
+    "fp8_row_to_fp8_row",
     "load_kernels",
+    "split_weight_gradient",
+    "weight_to_fp8",
 ]

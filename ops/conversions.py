@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""The eight conversions: the PyTorch reference for host tensors, kernels for CUDA tensors, the same bits from both.
+"""The conversions: the PyTorch reference for host tensors, CUDA kernels for CUDA tensors, the same bits from both.
 
 Arguments, results and errors are those of the same names in `ds_fp4.formats`. On a GPU a call uses the caller's
 current stream of the tensor's device, allocates nothing but outputs (nothing at all with `out=`) and waits for
@@ -11,19 +11,34 @@ outside the rows stops the kernel with an error, FP8 scales that are no powers o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from ds_fp4 import formats
-from ds_fp4.formats import checks
-from ds_fp4.ops.kernels import launch_rows
+from ds_fp4.formats import checks, ue8m0
+from ds_fp4.ops.kernels import (
+    KERNELS,
+    SOURCE_SCALES,
+    THREADS,
+    VALUES,
+    grid_for,
+    launch_blocks,
+    launch_columns,
+    launch_rows,
+    row_stride,
+    scales_values,
+)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _on_gpu(t: torch.Tensor) -> bool:
     return isinstance(t, torch.Tensor) and t.is_cuda
+
+
+def _lowest(scale_dtype: torch.dtype, scale_layout: str) -> int:
+    """Lowest scale exponent, biased."""
+    return ue8m0.min_exponent(scale_dtype, scale_layout) + ue8m0.UE8M0_BIAS
 
 
 @functools.wraps(formats.bf16_to_fp4_row)
@@ -34,9 +49,9 @@ def bf16_to_fp4_row(
         return formats.bf16_to_fp4_row(x, scale_rounding, index=index, out=out)
     packed, scales = checks.prepare_bf16_to_fp4_row(x, scale_rounding, index, out)
     launch_rows(
-        "bf16_to_fp4_row", x.dtype, packed.shape[0], x.shape[1], x.shape[0], index,
-        {"x": (x, 8 * x.element_size()), "packed": (packed, 4)}, scales,
-        rounding=formats.SCALE_ROUNDINGS[scale_rounding],
+        "bf16_to_fp4_row", VALUES[x.dtype], packed.shape[0], x.shape[1], x.shape[0], index,
+        {"x": (x, 8 * x.element_size()), "packed": (packed, 4)},
+        scales=scales.data_ptr(), scales_stride=row_stride(scales), rounding=formats.SCALE_ROUNDINGS[scale_rounding],
     )  # fmt: skip
     return packed, scales
 
@@ -54,8 +69,9 @@ def fp4_row_to_bf16(
         return formats.fp4_row_to_bf16(packed, scales, dtype=dtype, index=index, out=out)
     out = checks.prepare_fp4_row_to_bf16(packed, scales, dtype, index, out)
     launch_rows(
-        "fp4_row_to_bf16", dtype, out.shape[0], out.shape[1], packed.shape[0], index,
-        {"packed": (packed, 4), "out": (out, 8 * out.element_size())}, scales,
+        "fp4_row_to_bf16", VALUES[dtype], out.shape[0], out.shape[1], packed.shape[0], index,
+        {"packed": (packed, 4), "out": (out, 8 * out.element_size())},
+        scales=scales.data_ptr(), scales_stride=row_stride(scales),
     )  # fmt: skip
     return out
 
@@ -65,16 +81,19 @@ def bf16_to_fp8_row(
     x: torch.Tensor,
     *,
     scale_dtype: torch.dtype = torch.float32,
+    scale_layout: str = "row",
     index: torch.Tensor | None = None,
     out: Pair | None = None,
 ) -> Pair:
     if not _on_gpu(x):
-        return formats.bf16_to_fp8_row(x, scale_dtype=scale_dtype, index=index, out=out)
-    q, scales = checks.prepare_bf16_to_fp8_row(x, scale_dtype, index, out)
+        return formats.bf16_to_fp8_row(x, scale_dtype=scale_dtype, scale_layout=scale_layout, index=index, out=out)
+    q, scales = checks.prepare_bf16_to_fp8_row(x, scale_dtype, scale_layout, index, out)
+    # Quantizing never gives an exponent under -127, which FP32 could hold.
+    lowest = max(_lowest(scale_dtype, scale_layout), 0)
     launch_rows(
-        "bf16_to_fp8_row", x.dtype, q.shape[0], x.shape[1], x.shape[0], index,
-        {"x": (x, 8 * x.element_size()), "q": (q, 8)}, scales,
-        scale_bytes=scales.element_size(),
+        "bf16_to_fp8_row", VALUES[x.dtype], q.shape[0], x.shape[1], x.shape[0], index,
+        {"x": (x, 8 * x.element_size()), "q": (q, 8)},
+        **scales_values("scales", scales, lowest),
     )  # fmt: skip
     return q, scales
 
@@ -92,26 +111,207 @@ def fp8_row_to_bf16(
         return formats.fp8_row_to_bf16(q, scales, dtype=dtype, index=index, out=out)
     out = checks.prepare_fp8_row_to_bf16(q, scales, dtype, index, out)
     launch_rows(
-        "fp8_row_to_bf16", dtype, out.shape[0], out.shape[1], q.shape[0], index,
-        {"q": (q, 8), "out": (out, 8 * out.element_size())}, scales,
-        scale_bytes=scales.element_size(),
+        "fp8_row_to_bf16", VALUES[dtype], out.shape[0], out.shape[1], q.shape[0], index,
+        {"q": (q, 8), "out": (out, 8 * out.element_size())},
+        scales=scales.data_ptr(), scales_stride=row_stride(scales), scale_bytes=scales.element_size(),
     )  # fmt: skip
     return out
 
 
-def _reference_on_any_device(function: Callable) -> Callable:
-    """A call that has no kernel: plain PyTorch operations, on the tensors' device."""
+@functools.wraps(formats.fp4_row_to_fp8_row)
+def fp4_row_to_fp8_row(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    scale_layout: str = "row",
+    index: torch.Tensor | None = None,
+    out: Pair | None = None,
+) -> Pair:
+    if not _on_gpu(packed):
+        return formats.fp4_row_to_fp8_row(
+            packed, scales, scale_dtype=scale_dtype, scale_layout=scale_layout, index=index, out=out
+        )
+    q, out_scales = checks.prepare_fp4_row_to_fp8_row(packed, scales, scale_dtype, scale_layout, index, out)
+    launch_rows(
+        "fp4_row_to_fp8_row", (), q.shape[0], q.shape[1], packed.shape[0], index,
+        {"packed": (packed, 8), "q": (q, 16)}, unit=16,
+        block_scales=scales.data_ptr(), block_scales_stride=row_stride(scales),
+        **scales_values("scales", out_scales, _lowest(scale_dtype, scale_layout)),
+    )  # fmt: skip
+    return q, out_scales
 
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        return function(*args, **kwargs)
 
-    note = "CUDA tensors too are converted by plain PyTorch operations here."
-    call.__doc__ = f"{function.__doc__.rstrip()}\n\n    {note}\n    "
-    return call
+@functools.wraps(formats.fp8_row_to_fp4_row)
+def fp8_row_to_fp4_row(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    scale_rounding: str = "even",
+    *,
+    index: torch.Tensor | None = None,
+    out: Pair | None = None,
+) -> Pair:
+    if not _on_gpu(q):
+        return formats.fp8_row_to_fp4_row(q, scales, scale_rounding, index=index, out=out)
+    packed, out_scales = checks.prepare_fp8_row_to_fp4_row(q, scales, scale_rounding, index, out)
+    launch_rows(
+        "fp8_row_to_fp4_row", SOURCE_SCALES[scales.dtype], packed.shape[0], q.shape[1], q.shape[0], index,
+        {"q": (q, 16), "packed": (packed, 8)}, unit=16,
+        group_scales=scales.data_ptr(), group_scales_stride=row_stride(scales),
+        scales=out_scales.data_ptr(), scales_stride=row_stride(out_scales),
+        rounding=formats.SCALE_ROUNDINGS[scale_rounding],
+    )  # fmt: skip
+    return packed, out_scales
 
 
-fp8_row_to_fp4_row = _reference_on_any_device(formats.fp8_row_to_fp4_row)
-fp4_row_to_fp8_row = _reference_on_any_device(formats.fp4_row_to_fp8_row)
-fp4_row_to_fp8_col = _reference_on_any_device(formats.fp4_row_to_fp8_col)
-fp8_row_to_fp8_col = _reference_on_any_device(formats.fp8_row_to_fp8_col)
+@functools.wraps(formats.fp8_row_to_fp8_row)
+def fp8_row_to_fp8_row(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    scale_layout: str = "row",
+    index: torch.Tensor | None = None,
+    out: Pair | None = None,
+) -> Pair:
+    if not _on_gpu(q):
+        return formats.fp8_row_to_fp8_row(
+            q, scales, scale_dtype=scale_dtype, scale_layout=scale_layout, index=index, out=out
+        )
+    out_q, out_scales = checks.prepare_fp8_row_to_fp8_row(q, scales, scale_dtype, scale_layout, index, out)
+    launch_rows(
+        "fp8_row_to_fp8_row", SOURCE_SCALES[scales.dtype], out_q.shape[0], q.shape[1], q.shape[0], index,
+        {"source": (q, 16), "q": (out_q, 16)}, unit=16,
+        source_scales=scales.data_ptr(), source_scales_stride=row_stride(scales),
+        **scales_values("scales", out_scales, _lowest(scale_dtype, scale_layout)),
+    )  # fmt: skip
+    return out_q, out_scales
+
+
+@functools.wraps(formats.fp4_row_to_fp8_col)
+def fp4_row_to_fp8_col(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    group_sizes: torch.Tensor,
+    *,
+    padded_rows: int | None = None,
+    scale_layout: str = "row",
+    index: torch.Tensor | None = None,
+    out: Pair | None = None,
+) -> Pair:
+    if not _on_gpu(packed):
+        return formats.fp4_row_to_fp8_col(
+            packed, scales, group_sizes, padded_rows=padded_rows, scale_layout=scale_layout, index=index, out=out
+        )
+    padded_rows, (q, out_scales) = checks.prepare_fp4_row_to_fp8_col(
+        packed, scales, group_sizes, padded_rows, scale_layout, index, out
+    )
+    launch_columns(
+        "fp4_row_to_fp8_col", (), 2 * packed.shape[1], packed.shape[0], index, group_sizes, padded_rows,
+        {"packed": (packed, 4), "q": (q, 16)}, unit=8,
+        block_scales=scales.data_ptr(), block_scales_stride=row_stride(scales),
+        **scales_values("scales", out_scales, _lowest(torch.float32, scale_layout)),
+    )  # fmt: skip
+    return q, out_scales
+
+
+@functools.wraps(formats.fp8_row_to_fp8_col)
+def fp8_row_to_fp8_col(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    group_sizes: torch.Tensor,
+    *,
+    padded_rows: int | None = None,
+    scale_layout: str = "row",
+    index: torch.Tensor | None = None,
+    out: Pair | None = None,
+) -> Pair:
+    if not _on_gpu(q):
+        return formats.fp8_row_to_fp8_col(
+            q, scales, group_sizes, padded_rows=padded_rows, scale_layout=scale_layout, index=index, out=out
+        )
+    padded_rows, (out_q, out_scales) = checks.prepare_fp8_row_to_fp8_col(
+        q, scales, group_sizes, padded_rows, scale_layout, index, out
+    )
+    launch_columns(
+        "fp8_row_to_fp8_col", SOURCE_SCALES[scales.dtype], q.shape[1], q.shape[0], index, group_sizes, padded_rows,
+        {"source": (q, 4), "q": (out_q, 16)}, unit=4,
+        source_scales=scales.data_ptr(), source_scales_stride=row_stride(scales),
+        **scales_values("scales", out_scales, _lowest(torch.float32, scale_layout)),
+    )  # fmt: skip
+    return out_q, out_scales
+
+
+@functools.wraps(formats.bf16_to_fp8_row_and_col)
+def bf16_to_fp8_row_and_col(
+    x: torch.Tensor,
+    group_sizes: torch.Tensor,
+    *,
+    padded_rows: int | None = None,
+    scale_layout: str = "row",
+    index: torch.Tensor | None = None,
+    out: tuple[Pair, Pair] | None = None,
+) -> tuple[Pair, Pair]:
+    if not _on_gpu(x):
+        return formats.bf16_to_fp8_row_and_col(
+            x, group_sizes, padded_rows=padded_rows, scale_layout=scale_layout, index=index, out=out
+        )
+    padded_rows, (row_q, row_scales), (column_q, column_scales) = checks.prepare_bf16_to_fp8_row_and_col(
+        x, group_sizes, padded_rows, scale_layout, index, out
+    )
+    lowest = max(_lowest(torch.float32, scale_layout), 0)
+    launch_columns(
+        "bf16_to_fp8_row_and_col", VALUES[x.dtype], x.shape[1], x.shape[0], index, group_sizes, padded_rows,
+        {"x": (x, 4 * x.element_size()), "row_q": (row_q, 4), "q": (column_q, 16)}, unit=4,
+        **scales_values("row_scales", row_scales, lowest),
+        **scales_values("scales", column_scales, lowest),
+    )  # fmt: skip
+    return (row_q, row_scales), (column_q, column_scales)
+
+
+@functools.wraps(formats.weight_to_fp8)
+def weight_to_fp8(
+    w1: torch.Tensor, w3: torch.Tensor | None = None, *, out: tuple[Pair, Pair] | None = None
+) -> tuple[Pair, Pair]:
+    if not _on_gpu(w1):
+        return formats.weight_to_fp8(w1, w3, out=out)
+    (q, scales), (q_t, scales_t) = checks.prepare_weight_to_fp8(w1, w3, out)
+    if w3 is not None and w3.stride() != w1.stride():
+        w3 = w3.contiguous()
+        w1 = w1.contiguous()
+    experts, n, k = q.shape
+    blocks_n, blocks_k = scales.shape[1:]
+    itemsize = w1.element_size()
+    strides = [stride * itemsize for stride in w1.stride()[:2]]
+    pointers = [w1.data_ptr(), 0 if w3 is None else w3.data_ptr()]
+    # Values are read four at a time, codes written four and sixteen at a time.
+    vector = k % 4 == 0 and n % 16 == 0 and all(
+        number % (4 * itemsize) == 0 for number in (*pointers, *strides)
+    ) and q.data_ptr() % 4 == 0 and q_t.data_ptr() % 16 == 0  # fmt: skip
+    launch_blocks(
+        "weight_to_fp8", VALUES[w1.dtype], experts * blocks_n * blocks_k, w1.device.index, vector,
+        rows=n, width=k, first_rows=w1.shape[1], row_tiles=blocks_n, column_tiles=blocks_k,
+        w1=pointers[0], w3=pointers[1], expert_stride=strides[0], row_stride=strides[1],
+        q=q.data_ptr(), scales=scales.data_ptr(), q_t=q_t.data_ptr(), scales_t=scales_t.data_ptr(),
+    )  # fmt: skip
+    return (q, scales), (q_t, scales_t)
+
+
+@functools.wraps(formats.split_weight_gradient)
+def split_weight_gradient(gradient: torch.Tensor, *, out: Pair | None = None) -> Pair:
+    if not _on_gpu(gradient):
+        return formats.split_weight_gradient(gradient, out=out)
+    g1, g3 = checks.prepare_split_weight_gradient(gradient, out)
+    half = g1.shape[1] * g1.shape[2]
+    if half % 8 or any(t.data_ptr() % 16 for t in (gradient, g1, g3)):
+        g1.copy_(gradient[:, : g1.shape[1]])
+        g3.copy_(gradient[:, g1.shape[1] :])
+        return g1, g3
+    tiles_a_half = -(-half // KERNELS["split_weight_gradient"].tile[1])
+    tiles = 2 * g1.shape[0] * tiles_a_half
+    launch_blocks(
+        "split_weight_gradient", (), grid_for(THREADS * tiles, gradient.device.index), gradient.device.index,
+        tiles=tiles, tiles_a_half=tiles_a_half, half_units=half // 8,
+        gradient=gradient.data_ptr(), g1=g1.data_ptr(), g3=g3.data_ptr(),
+    )  # fmt: skip
+    return g1, g3

@@ -27,13 +27,26 @@ CSRC = Path(__file__).parent / "csrc"
 NVCC_FLAGS = ("-O3", "-std=c++17")
 
 THREADS = 256  # kThreads, csrc/row_tiles.cuh
-TILE_VALUES = 1024  # kTileValues
+TILE = (1, 1024)  # rows and values a warp takes at a time: 1, kTileValues
+QUAD = (4, 512)  # kQuadRows, kQuadColumns, csrc/row_quads.cuh
+TILE_TOKENS = 128  # kTokens, csrc/column_tiles.cuh
+# Tiles of 128 rows that follow each other before the next columns: their runs of 128 bytes lie side by side, and so do
+# the pieces of a row that neighboring columns read.
+STRIP = 8
 # Enough blocks for the slowest to hardly matter at the end, few enough for a warp to take several tiles.
 BLOCKS_PER_MULTIPROCESSOR = 32
 
 ROWS = ("rows", "width", "input_rows", "index", "tiles_a_row")  # struct Rows, csrc/row_tiles.cuh
+# struct Columns, csrc/column_tiles.cuh
+COLUMNS = ("width", "input_rows", "index", "group_sizes", "groups", "tiles", "column_tiles", "strip")
+SCALES = ("base", "row_stride", "group_stride", "bytes", "lowest")  # struct Scales, csrc/scales.cuh
 VALUE_TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
-_ROW_INSTANTIATIONS = tuple(f"{value}, {vector}" for value in VALUE_TYPES.values() for vector in ("true", "false"))
+# The first template argument by what the kernel converts from or to: a value type, or a type of FP8 scales.
+VALUES = {dtype: (name,) for dtype, name in VALUE_TYPES.items()}
+SOURCE_SCALES = {torch.float32: ("true",), torch.uint8: ("false",)}
+_VECTOR = ("true", "false")
+_VALUES_AND_VECTOR = tuple(f"{value}, {vector}" for value in VALUE_TYPES.values() for vector in _VECTOR)
+_FP32_AND_VECTOR = tuple(f"{fp32}, {vector}" for fp32 in _VECTOR for vector in _VECTOR)
 
 
 @dataclass(frozen=True)
@@ -44,11 +57,13 @@ class Kernel:
         name: of the header, the function and the call.
         params: fields of struct <name>_params, in order, each 64 bits wide.
         instantiations: template arguments, as text.
+        tile: what a warp (row kernels) or a block (column kernels) takes at a time: rows, values.
     """
 
     name: str
     params: tuple[str, ...]
-    instantiations: tuple[str, ...] = _ROW_INSTANTIATIONS
+    instantiations: tuple[str, ...]
+    tile: tuple[int, int]
 
     @functools.cached_property
     def packing(self) -> struct.Struct:
@@ -61,8 +76,20 @@ def _pointers(*names: str) -> Iterator[str]:
         yield from (name, f"{name}_stride")
 
 
+def _scales(name: str) -> tuple[str, ...]:
+    return tuple(f"{name}_{field}" for field in SCALES)
+
+
 def _row_kernel(name: str, *params: str) -> Kernel:
-    return Kernel(name, (*ROWS, *params))
+    return Kernel(name, (*ROWS, *params), _VALUES_AND_VECTOR, TILE)
+
+
+def _quad_kernel(name: str, instantiations: tuple[str, ...], *params: str) -> Kernel:
+    return Kernel(name, (*ROWS, *params), instantiations, QUAD)
+
+
+def _column_kernel(name: str, instantiations: tuple[str, ...], columns: int, *params: str) -> Kernel:
+    return Kernel(name, (*COLUMNS, *params), instantiations, (TILE_TOKENS, columns))
 
 
 KERNELS: Mapping[str, Kernel] = {
@@ -70,10 +97,43 @@ KERNELS: Mapping[str, Kernel] = {
     for kernel in (
         _row_kernel("bf16_to_fp4_row", *_pointers("x", "packed", "scales"), "rounding"),
         _row_kernel("fp4_row_to_bf16", *_pointers("packed", "scales", "out")),
-        _row_kernel("bf16_to_fp8_row", *_pointers("x", "q", "scales"), "scale_bytes"),
+        _row_kernel("bf16_to_fp8_row", *_pointers("x", "q"), *_scales("scales")),
         _row_kernel("fp8_row_to_bf16", *_pointers("q", "scales", "out"), "scale_bytes"),
+        _quad_kernel("fp4_row_to_fp8_row", _VECTOR, *_pointers("packed", "block_scales", "q"), *_scales("scales")),
+        _quad_kernel(
+            "fp8_row_to_fp4_row", _FP32_AND_VECTOR, *_pointers("q", "group_scales", "packed", "scales"), "rounding"
+        ),
+        _quad_kernel(
+            "fp8_row_to_fp8_row", _FP32_AND_VECTOR, *_pointers("source", "source_scales", "q"), *_scales("scales")
+        ),
+        _column_kernel(
+            "fp4_row_to_fp8_col", _VECTOR, 256, *_pointers("packed", "block_scales"), "q", *_scales("scales")
+        ),
+        _column_kernel(
+            "fp8_row_to_fp8_col", _FP32_AND_VECTOR, 128,
+            *_pointers("source", "source_scales"), "q", *_scales("scales"),
+        ),
+        _column_kernel(
+            "bf16_to_fp8_row_and_col", _VALUES_AND_VECTOR, 128,
+            *_pointers("x", "row_q"), *_scales("row_scales"), "q", *_scales("scales"),
+        ),
+        Kernel(
+            "weight_to_fp8",
+            (
+                "rows", "width", "first_rows", "row_tiles", "column_tiles",
+                "w1", "w3", "expert_stride", "row_stride", "q", "scales", "q_t", "scales_t",
+            ),
+            _VALUES_AND_VECTOR,
+            (TILE_TOKENS, 128),
+        ),
+        Kernel(
+            "split_weight_gradient",
+            ("tiles", "tiles_a_half", "half_units", "gradient", "g1", "g3"),
+            ("",),
+            (1, 8192),
+        ),
     )
-}
+}  # fmt: skip
 
 
 @functools.cache
@@ -92,65 +152,149 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _row_stride(t: torch.Tensor) -> int:
-    """Bytes from row to row."""
-    return t.stride(0) * t.element_size()
+def row_stride(t: torch.Tensor) -> int:
+    """Bytes from row to row, which kernels take for less than 2^31."""
+    stride = t.stride(0) * t.element_size()
+    return _below_2_31("a row stride in bytes", stride) if t.shape[0] > 1 else 0
+
+
+def _below_2_31(name: str, value: int) -> int:
+    if value >= 1 << 31:
+        raise ValueError(f"the kernels take {name} below 2^31, got {value}; convert in parts")
+    return value
 
 
 def _aligned(t: torch.Tensor, unit_bytes: int) -> bool:
     """Whether every unit of `unit_bytes` of every row may be accessed whole (in pieces of 16 bytes at most)."""
     alignment = min(unit_bytes, 16)
-    return t.data_ptr() % alignment == 0 and (t.shape[0] <= 1 or _row_stride(t) % alignment == 0)
+    return t.data_ptr() % alignment == 0 and (t.dim() == 1 or t.shape[0] <= 1 or row_stride(t) % alignment == 0)
+
+
+def scales_values(name: str, scales: torch.Tensor, lowest: int) -> dict[str, int]:
+    """Parameters for a struct Scales: where to write scales [rows, groups] of any strides.
+
+    Args:
+        lowest: biased exponent (by 127) that scales must not fall below.
+    """
+    itemsize = scales.element_size()
+    strides = [_below_2_31("a scale stride in bytes", stride * itemsize) for stride in scales.stride()]
+    values = (scales.data_ptr(), *strides, itemsize, lowest)
+    return dict(zip(_scales(name), values, strict=True))
+
+
+def _addresses(values: dict[str, int], units: Mapping[str, tuple[torch.Tensor, int]]) -> bool:
+    """Add pointers and row strides to `values`; whether all units may be accessed whole."""
+    vector = True
+    for parameter, (tensor, unit_bytes) in units.items():
+        values[parameter] = tensor.data_ptr()
+        if tensor.dim() > 1:
+            values[f"{parameter}_stride"] = row_stride(tensor)
+        vector = vector and _aligned(tensor, unit_bytes)
+    return vector
+
+
+def grid_for(threads: int, device: int) -> int:
+    """Blocks for a kernel that goes over its work in grid strides."""
+    return min(-(-threads // THREADS), _multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
 
 
 def launch_rows(
     name: str,
-    value_type: torch.dtype,
+    arguments: tuple[str, ...],
     rows: int,
     width: int,
     input_rows: int,
     index: torch.Tensor | None,
     units: Mapping[str, tuple[torch.Tensor, int]],
-    scales: torch.Tensor,
-    **scalars: int,
+    unit: int = 8,
+    **values: int,
 ) -> None:
     """Launch a row kernel on the current stream of the tensors' device.
 
     Args:
         name: a key of KERNELS.
-        value_type: BF16, FP16 or FP32, the side that is not packed.
+        arguments: of the template, but the last, kVector.
         rows: output rows. width: values a row. input_rows: rows that `index` may name.
         index: int32 [rows] or None.
-        units: by parameter, the tensors accessed in units of eight values, and the bytes of eight.
-        scales: accessed one by one.
-        scalars: the kernel's other parameters.
+        units: by parameter, the tensors accessed in units of `unit` values, and the bytes of one unit.
+        values: the kernel's other parameters.
 
     Raises:
         RuntimeError: with the kernel's name, if the kernels cannot be loaded or CUDA refuses the launch.
     """
     if rows == 0:
         return
-    tiles_a_row = -(-width // TILE_VALUES)
-    values = {
+    kernel = KERNELS[name]
+    tile_rows, tile_values = kernel.tile
+    _below_2_31("rows", max(rows, input_rows))
+    _below_2_31("values in a row", width)
+    tiles_a_row = -(-width // tile_values)
+    values |= {
         "rows": rows,
         "width": width,
         "input_rows": input_rows,
         "index": 0 if index is None else index.data_ptr(),
         "tiles_a_row": tiles_a_row,
-        "scales": scales.data_ptr(),
-        "scales_stride": _row_stride(scales),
-        **scalars,
     }
-    vector = width % 8 == 0
-    for parameter, (tensor, unit_bytes) in units.items():
-        values[parameter] = tensor.data_ptr()
-        values[f"{parameter}_stride"] = _row_stride(tensor)
-        vector = vector and _aligned(tensor, unit_bytes)
-    device = scales.device.index
-    blocks = -(-rows * tiles_a_row // (THREADS // 32))
-    grid = min(blocks, _multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
-    template = f"{VALUE_TYPES[value_type]}, {'true' if vector else 'false'}"
-    launch(KERNELS[name], template, grid, values, device)
+    vector = _addresses(values, units) and width % unit == 0
+    device = next(iter(units.values()))[0].device.index
+    warps = -(-rows // tile_rows) * tiles_a_row
+    launch(kernel, _template(arguments, vector), grid_for(32 * warps, device), values, device)
+
+
+def launch_columns(
+    name: str,
+    arguments: tuple[str, ...],
+    width: int,
+    input_rows: int,
+    index: torch.Tensor | None,
+    group_sizes: torch.Tensor,
+    padded_rows: int,
+    units: Mapping[str, tuple[torch.Tensor, int]],
+    unit: int,
+    **values: int,
+) -> None:
+    """Launch a column kernel: one block a tile of 128 rows by `kernel.tile[1]` columns. Arguments as of `launch_rows`.
+
+    Args:
+        group_sizes: int32 [E]. padded_rows: their sum, each rounded up to 128.
+    """
+    if padded_rows == 0:
+        return
+    kernel = KERNELS[name]
+    _below_2_31("rows", max(padded_rows, input_rows))
+    _below_2_31("values in a row", width)
+    tiles, column_tiles = padded_rows // TILE_TOKENS, -(-width // kernel.tile[1])
+    values |= {
+        "width": width,
+        "input_rows": input_rows,
+        "index": 0 if index is None else index.data_ptr(),
+        "group_sizes": group_sizes.data_ptr(),
+        "groups": group_sizes.shape[0],
+        "tiles": tiles,
+        "column_tiles": column_tiles,
+        "strip": STRIP,
+    }
+    vector = _addresses(values, units) and width % unit == 0
+    launch(kernel, _template(arguments, vector), tiles * column_tiles, values, group_sizes.device.index)
+
+
+def launch_blocks(
+    name: str, arguments: tuple[str, ...], blocks: int, device: int, vector: bool | None = None, **values: int
+) -> None:
+    """Launch any kernel on the current stream of `device`.
+
+    Args:
+        vector: the template's last argument; None if it has none.
+        values: all of its parameters.
+    """
+    if blocks:
+        template = ", ".join(arguments) if vector is None else _template(arguments, vector)
+        launch(KERNELS[name], template, blocks, values, device)
+
+
+def _template(arguments: tuple[str, ...], vector: bool) -> str:
+    return ", ".join([*arguments, "true" if vector else "false"])
 
 
 def launch(kernel: Kernel, template: str, grid: int, values: Mapping[str, int], device: int) -> None:

@@ -25,7 +25,7 @@ NAMESPACE = "ds_fp4::"
 
 def _expression(kernel: Kernel, template: str) -> str:
     """The instantiation as C++ names it outside of the namespace."""
-    arguments = ", ".join(NAMESPACE + arg if arg[0].isupper() else arg for arg in template.split(", "))
+    arguments = ", ".join(NAMESPACE + arg if arg[:1].isupper() else arg for arg in template.split(", "))
     return f"{NAMESPACE}{kernel.name}<{arguments}>"
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""Argument checks and outputs of the eight format calls, for the reference here and the kernels in `ds_fp4.ops` alike.
+"""Argument checks and outputs of the format calls, for the reference here and the kernels in `ds_fp4.ops` alike.
 
 Each `prepare_<call>` checks the call's arguments, raises ValueError that says what was expected and what came, and
 returns the outputs: those given as `out`, else new ones. Nothing here waits for a GPU, the sum of group sizes where
@@ -71,6 +71,14 @@ def check_scale_dtype(scale_dtype: torch.dtype) -> None:
         raise ValueError(f"scale_dtype must be {_names(ue8m0.SCALE_DTYPES)} (uint8 is UE8M0), got {scale_dtype}")
 
 
+def check_scale_layout(scale_layout: str, scale_dtype: torch.dtype) -> None:
+    if scale_layout not in ue8m0.SCALE_LAYOUTS:
+        allowed = ", ".join(repr(name) for name in ue8m0.SCALE_LAYOUTS)
+        raise ValueError(f"scale_layout must be one of {allowed}, got {scale_layout!r}")
+    if scale_layout == "gemm" and scale_dtype != torch.float32:
+        raise ValueError(f'scale_layout "gemm" holds torch.float32 scales, got scale_dtype {scale_dtype}')
+
+
 def check_dtype(dtype: torch.dtype) -> None:
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype must be {_names(FLOAT_DTYPES)}, got {dtype}")
@@ -126,15 +134,45 @@ def _output(
     return out
 
 
-def _output_pair(out, names, shapes, dtypes, device: torch.device) -> Pair:
+def align_to_gemm(rows: int) -> int:
+    """Rows rounded up so that each group's FP32 scales begin at a multiple of 16 bytes."""
+    return -(-rows // 4) * 4
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, scale_layout: str) -> torch.Tensor:
+    if scale_layout == "row":
+        return torch.empty(shape, dtype=dtype, device=device)
+    rows, groups = shape
+    return torch.empty((groups, align_to_gemm(rows)), dtype=dtype, device=device).t()[:rows]
+
+
+def _check_gemm_scales(name: str, t: torch.Tensor, shape: Sequence[int], device: torch.device) -> None:
+    if not isinstance(t, torch.Tensor) or t.dim() != 2:
+        got = f"shape {tuple(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
+        raise ValueError(f"{name} must be a tensor with 2 dimensions, got {got}")
+    check_tensor(name, t.t(), (torch.float32,), device, 2)
+    check_shape(name, t, shape)
+    rows, groups = shape
+    if rows and groups > 1 and (t.stride(1) < rows or t.stride(1) % 4):
+        raise ValueError(
+            f'{name} in scale_layout "gemm" must have strides (1, a multiple of 4 that is at least {rows}), '
+            f"got {tuple(t.stride())}"
+        )
+
+
+def _output_pair(out, names, shapes, dtypes, device: torch.device, scale_layout: str = "row") -> Pair:
+    """The pair given, or a new one; `scale_layout` is that of its second tensor."""
     if out is None:
-        first, second = (torch.empty(s, dtype=d[0], device=device) for s, d in zip(shapes, dtypes, strict=True))
-        return first, second
+        first = torch.empty(shapes[0], dtype=dtypes[0][0], device=device)
+        return first, _empty(shapes[1], dtypes[1][0], device, scale_layout)
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         got = f"{len(out)} of them" if isinstance(out, (tuple, list)) else type(out).__name__
         raise ValueError(f"out must be the pair ({names[0]}, {names[1]}), got {got}")
-    for name, t, shape, allowed in zip(names, out, shapes, dtypes, strict=True):
-        _check_out(f"out's {name}", t, shape, allowed, device)
+    _check_out(f"out's {names[0]}", out[0], shapes[0], dtypes[0], device)
+    if scale_layout == "gemm":
+        _check_gemm_scales(f"out's {names[1]}", out[1], shapes[1], device)
+    else:
+        _check_out(f"out's {names[1]}", out[1], shapes[1], dtypes[1], device)
     return out[0], out[1]
 
 
@@ -143,9 +181,13 @@ def _fp4_outputs(rows: int, k: int, device: torch.device, out: Pair | None) -> P
     return _output_pair(out, ("packed", "scales"), shapes, ((torch.uint8,), (torch.uint8,)), device)
 
 
-def _fp8_outputs(rows: int, k: int, scale_dtype: torch.dtype, device: torch.device, out: Pair | None) -> Pair:
+def _fp8_outputs(
+    rows: int, k: int, scale_dtype: torch.dtype, scale_layout: str, device: torch.device, out: Pair | None
+) -> Pair:
+    check_scale_dtype(scale_dtype)
+    check_scale_layout(scale_layout, scale_dtype)
     shapes = ((rows, k), (rows, -(-k // FP8_GROUP)))
-    return _output_pair(out, ("q", "scales"), shapes, (e4m3.CODE_DTYPES, (scale_dtype,)), device)
+    return _output_pair(out, ("q", "scales"), shapes, (e4m3.CODE_DTYPES, (scale_dtype,)), device, scale_layout)
 
 
 def prepare_bf16_to_fp4_row(
@@ -170,12 +212,12 @@ def prepare_fp4_row_to_bf16(
 
 
 def prepare_bf16_to_fp8_row(
-    x: torch.Tensor, scale_dtype: torch.dtype, index: torch.Tensor | None, out: Pair | None
+    x: torch.Tensor, scale_dtype: torch.dtype, scale_layout: str, index: torch.Tensor | None, out: Pair | None
 ) -> Pair:
     check_tensor("x", x, FLOAT_DTYPES, None, 2)
     check_width("x", x.shape[1], 1)
-    check_scale_dtype(scale_dtype)
-    return _fp8_outputs(check_index(index, x.shape[0], x.device), x.shape[1], scale_dtype, x.device, out)
+    rows = check_index(index, x.shape[0], x.device)
+    return _fp8_outputs(rows, x.shape[1], scale_dtype, scale_layout, x.device, out)
 
 
 def prepare_fp8_row_to_bf16(
@@ -196,16 +238,39 @@ def prepare_fp8_row_to_fp4_row(
 
 
 def prepare_fp4_row_to_fp8_row(
-    packed: torch.Tensor, scales: torch.Tensor, scale_dtype: torch.dtype, index: torch.Tensor | None, out: Pair | None
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    scale_dtype: torch.dtype,
+    scale_layout: str,
+    index: torch.Tensor | None,
+    out: Pair | None,
 ) -> Pair:
     m, k = check_fp4_rows(packed, scales)
-    check_scale_dtype(scale_dtype)
-    return _fp8_outputs(check_index(index, m, packed.device), k, scale_dtype, packed.device, out)
+    return _fp8_outputs(check_index(index, m, packed.device), k, scale_dtype, scale_layout, packed.device, out)
+
+
+def prepare_fp8_row_to_fp8_row(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    scale_dtype: torch.dtype,
+    scale_layout: str,
+    index: torch.Tensor | None,
+    out: Pair | None,
+) -> Pair:
+    m, k = check_fp8_rows(q, scales)
+    return _fp8_outputs(check_index(index, m, q.device), k, scale_dtype, scale_layout, q.device, out)
 
 
 def _column_outputs(
-    rows: int, k: int, group_sizes: torch.Tensor, padded_rows: int | None, device: torch.device, out: Pair | None
-) -> tuple[columns.ColumnLayout, Pair]:
+    rows: int,
+    k: int,
+    group_sizes: torch.Tensor,
+    padded_rows: int | None,
+    scale_layout: str,
+    device: torch.device,
+    out: Pair | None,
+) -> tuple[int, Pair]:
+    check_scale_layout(scale_layout, torch.float32)
     check_tensor("group_sizes", group_sizes, (torch.int32,), device, 1)
     if padded_rows is not None and (not isinstance(padded_rows, int) or padded_rows < 0 or padded_rows % FP8_GROUP):
         raise ValueError(f"padded_rows must be a multiple of {FP8_GROUP} (an int), got {padded_rows!r}")
@@ -216,9 +281,12 @@ def _column_outputs(
         needed = sum(columns.padded_sizes(sizes))
         if padded_rows not in (None, needed):
             raise ValueError(f"padded_rows must be {needed} for group_sizes {sizes}, got {padded_rows}")
-    layout = columns.ColumnLayout.of(group_sizes, padded_rows)
-    shapes = ((k * layout.padded_rows,), (k, layout.padded_rows // FP8_GROUP))
-    return layout, _output_pair(out, ("q", "scales"), shapes, (e4m3.CODE_DTYPES, (torch.float32,)), device)
+        padded_rows = needed
+    elif padded_rows is None:
+        padded_rows = int(columns.padded(group_sizes).sum())
+    shapes = ((k * padded_rows,), (k, padded_rows // FP8_GROUP))
+    dtypes = (e4m3.CODE_DTYPES, (torch.float32,))
+    return padded_rows, _output_pair(out, ("q", "scales"), shapes, dtypes, device, scale_layout)
 
 
 def prepare_fp4_row_to_fp8_col(
@@ -226,12 +294,13 @@ def prepare_fp4_row_to_fp8_col(
     scales: torch.Tensor,
     group_sizes: torch.Tensor,
     padded_rows: int | None,
+    scale_layout: str,
     index: torch.Tensor | None,
     out: Pair | None,
-) -> tuple[columns.ColumnLayout, Pair]:
+) -> tuple[int, Pair]:
     m, k = check_fp4_rows(packed, scales)
     rows = check_index(index, m, packed.device)
-    return _column_outputs(rows, k, group_sizes, padded_rows, packed.device, out)
+    return _column_outputs(rows, k, group_sizes, padded_rows, scale_layout, packed.device, out)
 
 
 def prepare_fp8_row_to_fp8_col(
@@ -239,9 +308,78 @@ def prepare_fp8_row_to_fp8_col(
     scales: torch.Tensor,
     group_sizes: torch.Tensor,
     padded_rows: int | None,
+    scale_layout: str,
     index: torch.Tensor | None,
     out: Pair | None,
-) -> tuple[columns.ColumnLayout, Pair]:
+) -> tuple[int, Pair]:
     m, k = check_fp8_rows(q, scales)
     rows = check_index(index, m, q.device)
-    return _column_outputs(rows, k, group_sizes, padded_rows, q.device, out)
+    return _column_outputs(rows, k, group_sizes, padded_rows, scale_layout, q.device, out)
+
+
+def prepare_bf16_to_fp8_row_and_col(
+    x: torch.Tensor,
+    group_sizes: torch.Tensor,
+    padded_rows: int | None,
+    scale_layout: str,
+    index: torch.Tensor | None,
+    out: tuple[Pair, Pair] | None,
+) -> tuple[int, Pair, Pair]:
+    check_tensor("x", x, FLOAT_DTYPES, None, 2)
+    check_width("x", x.shape[1], 1)
+    row_out, column_out = _pair_of(out, "the pairs ((q, scales) of rows, (q, scales) of columns)")
+    rows, k = check_index(index, x.shape[0], x.device), x.shape[1]
+    padded_rows, column_out = _column_outputs(rows, k, group_sizes, padded_rows, scale_layout, x.device, column_out)
+    return padded_rows, _fp8_outputs(rows, k, torch.float32, scale_layout, x.device, row_out), column_out
+
+
+def _check_contiguous(name: str, t: torch.Tensor) -> None:
+    if not t.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tuple(t.stride())} for shape {tuple(t.shape)}")
+
+
+def _pair_of(out, what: str) -> tuple:
+    if out is None:
+        return None, None
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        got = f"{len(out)} of them" if isinstance(out, (tuple, list)) else type(out).__name__
+        raise ValueError(f"out must be {what}, got {got}")
+    return out[0], out[1]
+
+
+def prepare_weight_to_fp8(
+    w1: torch.Tensor, w3: torch.Tensor | None, out: tuple[Pair, Pair] | None
+) -> tuple[Pair, Pair]:
+    check_tensor("w1", w1, FLOAT_DTYPES, None, 3)
+    check_width("w1", w1.shape[2], 1)
+    experts, n, k = w1.shape
+    if w3 is not None:
+        check_tensor("w3", w3, (w1.dtype,), w1.device, 3)
+        check_shape("w3", w3, w1.shape)
+        n *= 2
+    blocks_n, blocks_k = -(-n // FP8_GROUP), -(-k // FP8_GROUP)
+    shapes = (((experts, n, k), (experts, blocks_n, blocks_k)), ((experts, k, n), (experts, blocks_k, blocks_n)))
+    dtypes = (e4m3.CODE_DTYPES, (torch.float32,))
+    given = _pair_of(out, "the pairs ((q, scales), (q_t, scales_t))")
+    names = (("q", "scales"), ("q_t", "scales_t"))
+    pairs = [
+        _output_pair(part, part_names, part_shapes, dtypes, w1.device)
+        for part, part_names, part_shapes in zip(given, names, shapes, strict=True)
+    ]
+    for pair, part_names in zip(pairs, names, strict=True):
+        for t, name in zip(pair, part_names, strict=True):
+            _check_contiguous(f"out's {name}", t)
+    return pairs[0], pairs[1]
+
+
+def prepare_split_weight_gradient(gradient: torch.Tensor, out: Pair | None) -> Pair:
+    check_tensor("gradient", gradient, (torch.float32,), None, 3)
+    _check_contiguous("gradient", gradient)
+    experts, n, k = gradient.shape
+    if n % 2:
+        raise ValueError(f"gradient must have an even number of rows (those of w1, of w3), got {n}")
+    shape = (experts, n // 2, k)
+    pair = _output_pair(out, ("g1", "g3"), (shape, shape), ((torch.bfloat16,), (torch.bfloat16,)), gradient.device)
+    for name, t in zip(("g1", "g3"), pair, strict=True):
+        _check_contiguous(f"out's {name}", t)
+    return pair

@@ -23,6 +23,11 @@ def padded_sizes(group_sizes: Iterable[int]) -> list[int]:
     return [-(-size // TILE_ROWS) * TILE_ROWS for size in group_sizes]
 
 
+def padded(group_sizes: torch.Tensor) -> torch.Tensor:
+    """`padded_sizes` of an int32 tensor."""
+    return (group_sizes + (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS
+
+
 def column_blocks(
     q: torch.Tensor, scales: torch.Tensor, group_sizes: Iterable[int]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -56,12 +61,11 @@ class ColumnLayout(NamedTuple):
     @classmethod
     def of(cls, group_sizes: torch.Tensor, padded_rows: int | None = None) -> "ColumnLayout":
         """Layout of int32 [E] `group_sizes`. Without `padded_rows` a GPU is waited for, to learn the sum."""
-        padded = (group_sizes + (TILE_ROWS - 1)) // TILE_ROWS * TILE_ROWS
-        ends = padded.cumsum(0, dtype=torch.int32)
+        sizes = padded(group_sizes)
         if padded_rows is None:
-            padded_rows = int(ends[-1]) if ends.numel() else 0
+            padded_rows = int(sizes.sum())
         row_offsets = group_sizes.cumsum(0, dtype=torch.int32) - group_sizes
-        return cls(group_sizes, row_offsets, ends - padded, padded, padded_rows)
+        return cls(group_sizes, row_offsets, sizes.cumsum(0, dtype=torch.int32) - sizes, sizes, padded_rows)
 
     def tile_groups(self) -> torch.Tensor:
         """int64 [padded_rows / 128]: the group each tile belongs to."""

@@ -87,15 +87,16 @@ def fp4_row_to_fp8_row(
     scales: torch.Tensor,
     *,
     scale_dtype: torch.dtype = torch.float32,
+    scale_layout: str = "row",
     index: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """MXFP4 rows to FP8 rows.
 
     Let s* be the largest scale byte of a group's four blocks (those of 0xFF left out). The group's scale is 2^(s* -
-    133), in UE8M0 not below byte 0, and a value v of a block with scale byte s becomes v * 2^(s - 127) / scale,
-    rounded to nearest, ties to even: exact while s* - s <= 14, beyond that off by at most 2^-10 scales. A block of
-    0xFF becomes NaN codes; a group of nothing else gets exponent -127.
+    133), in UE8M0 not below byte 0 and in scale_layout "gemm" not below 2^-126, and a value v of a block with scale
+    byte s becomes v * 2^(s - 127) / scale, rounded to nearest, ties to even: exact while s* - s <= 14, beyond that
+    off by at most 2^-10 scales. A block of 0xFF becomes NaN codes; a group of nothing else gets exponent -127.
 
     Only scale bytes decide the scale: a group of zero codes with scale bytes 0 gets 2^-133 as FP32. A row whose index
     is -1 gets zero codes and exponent -127.
@@ -104,6 +105,8 @@ def fp4_row_to_fp8_row(
         packed: uint8 [M, K/2], K a multiple of 32. Inner stride 1, any row stride, as for all arguments.
         scales: uint8 [M, K/32], UE8M0.
         scale_dtype: torch.float32 for powers of two (subnormal ones are kept), torch.uint8 for UE8M0.
+        scale_layout: "row", or "gemm" for FP32 scales with strides (1, R rounded up to 4) and no exponent under -126,
+            as Hopper's GEMM libraries read them: they take subnormal numbers for zeros.
         index: int32 [R], output row r is made from input row index[r]; -1 makes a zero row. None: all rows in order.
         out: (q, scales) to write to and return, q as float8_e4m3fn or uint8.
 
@@ -113,21 +116,21 @@ def fp4_row_to_fp8_row(
     Raises:
         ValueError: on a wrong shape, dtype, device, stride or index.
     """
-    result = checks.prepare_fp4_row_to_fp8_row(packed, scales, scale_dtype, index, out)
+    result = checks.prepare_fp4_row_to_fp8_row(packed, scales, scale_dtype, scale_layout, index, out)
     q, out_scales = result[0].view(torch.uint8), result[1]
     k, blocks = q.shape[1], scales.shape[1]
-    lowest = ue8m0.min_exponent(scale_dtype)
+    lowest = ue8m0.min_exponent(scale_dtype, scale_layout)
     for piece in rows.pieces(q.shape[0], k, q.device):
         exponent = ue8m0.exponents(rows.take(scales, index, piece))
         nan = exponent == ue8m0.NAN_EXPONENT
         candidates = rows.pad_columns(exponent.masked_fill(nan, _NONE), BLOCKS_PER_GROUP, _NONE)
         largest = candidates.view(exponent.shape[0], -1, BLOCKS_PER_GROUP).amax(-1)
-        target = (largest - FP4_TO_FP8_SHIFT).clamp_(min=lowest)
-        target.masked_fill_(largest == _NONE, ue8m0.UE8M0_MIN_EXPONENT)
+        target = (largest - FP4_TO_FP8_SHIFT).masked_fill_(largest == _NONE, ue8m0.UE8M0_MIN_EXPONENT)
+        target.clamp_(min=lowest)
         shift = exponent - target.repeat_interleave(BLOCKS_PER_GROUP, dim=1)[:, :blocks]
         q[piece] = _fp4_to_fp8_codes(rows.take(packed, index, piece), shift, nan)
         if index is not None:
-            target.masked_fill_((index[piece] < 0)[:, None], ue8m0.UE8M0_MIN_EXPONENT)
+            target.masked_fill_((index[piece] < 0)[:, None], max(ue8m0.UE8M0_MIN_EXPONENT, lowest))
         ue8m0.store(target, out_scales[piece])
     return result
 
@@ -183,7 +186,61 @@ def fp8_row_to_fp4_row(
     return packed, out_scales
 
 
-def _source_rows(layout: ColumnLayout, index: torch.Tensor | None) -> torch.Tensor:
+@torch.no_grad()
+def fp8_row_to_fp8_row(
+    q: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    scale_dtype: torch.dtype = torch.float32,
+    scale_layout: str = "row",
+    index: torch.Tensor | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 rows, such as records from the wire, to FP8 rows with scales as a GEMM reads them.
+
+    Codes are copied. Where a group's scale is below what the output can hold, it becomes the lowest one there is and
+    the codes are shifted to it, rounded to nearest, ties to even (NaN codes become 0x7F); a group of a NaN scale
+    becomes NaN codes (0x7F) with exponent -127, or the lowest if that is above.
+
+    Args:
+        q: float8_e4m3fn, or its bytes as uint8, [M, K]. Inner stride 1, any row stride, as for all arguments.
+        scales: [M, ceil(K/128)], uint8 (UE8M0) or float32 powers of two. On a GPU that is not checked.
+        scale_dtype: torch.float32 for powers of two (subnormal ones are kept), torch.uint8 for UE8M0.
+        scale_layout: "row", or "gemm" for FP32 scales with strides (1, R rounded up to 4) and no exponent under -126,
+            as Hopper's GEMM libraries read them: they take subnormal numbers for zeros.
+        index: int32 [R], output row r is made from input row index[r]; -1 makes a zero row. None: all rows in order.
+        out: (q, scales) to write to and return, q as float8_e4m3fn or uint8.
+
+    Returns:
+        q float8_e4m3fn [R, K]; scales [R, ceil(K/128)] of `scale_dtype`.
+
+    Raises:
+        ValueError: on a wrong shape, dtype, device, stride or index, or (host tensors) a scale no power of two.
+    """
+    result = checks.prepare_fp8_row_to_fp8_row(q, scales, scale_dtype, scale_layout, index, out)
+    out_q, out_scales = result[0].view(torch.uint8), result[1]
+    table = _fp8_to_fp8_table(q.device)
+    codes, exponents = q.view(torch.uint8), ue8m0.exponents(scales)
+    k, groups = q.shape[1], scales.shape[1]
+    lowest = ue8m0.min_exponent(scale_dtype, scale_layout)
+    for piece in rows.pieces(out_q.shape[0], groups * FP8_GROUP, q.device):
+        exponent = rows.take(exponents, index, piece)
+        if index is not None:
+            exponent.masked_fill_((index[piece] < 0)[:, None], ue8m0.UE8M0_MIN_EXPONENT)
+        nan = exponent == ue8m0.NAN_EXPONENT
+        target = exponent.masked_fill(nan, ue8m0.UE8M0_MIN_EXPONENT).clamp_(min=lowest)
+        shift = (exponent - target).clamp_(_LOWEST_FP8_TO_FP8, 0)
+        row = (shift - _LOWEST_FP8_TO_FP8).masked_fill_(nan, 1 - _LOWEST_FP8_TO_FP8)
+        code = rows.pad_columns(rows.take(codes, index, piece), FP8_GROUP).view(-1, groups, FP8_GROUP)
+        entry = code.to(torch.int32) + (row << 8)[..., None]
+        shifted = table.index_select(0, entry.view(-1)).view(entry.shape)
+        moved = ((shift < 0) | nan)[..., None]
+        out_q[piece] = torch.where(moved, shifted, code).view(-1, groups * FP8_GROUP)[:, :k]
+        ue8m0.store(target, out_scales[piece])
+    return result
+
+
+def source_rows(layout: ColumnLayout, index: torch.Tensor | None) -> torch.Tensor:
     """int32 [padded_rows]: the input row of each padded row, -1 for padding and where the index is -1."""
     source = layout.source_rows()
     if index is None or index.shape[0] == 0:
@@ -197,7 +254,7 @@ def _tile_maxima(exponent: torch.Tensor, left_out: torch.Tensor) -> torch.Tensor
     return candidates.view(-1, TILE_ROWS, exponent.shape[1]).amax(1)
 
 
-def _store_tiles(
+def store_tiles(
     codes: torch.Tensor, target: torch.Tensor, width: int, runs: torch.Tensor, q: torch.Tensor, scales: torch.Tensor
 ) -> None:
     """Write tiles transposed.
@@ -221,6 +278,7 @@ def fp4_row_to_fp8_col(
     group_sizes: torch.Tensor,
     *,
     padded_rows: int | None = None,
+    scale_layout: str = "row",
     index: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,6 +294,7 @@ def fp4_row_to_fp8_col(
         group_sizes: int32 [E], rows of each group, zero included; they add up to the rows (M, or R with an index).
             On a GPU that is not checked.
         padded_rows: the sum of the group sizes rounded up to 128 each. If None, a GPU is waited for to learn it.
+        scale_layout: "row", or "gemm" for scales with strides (1, K rounded up to 4) and no exponent under -126.
         index: int32 [R], row r is made from input row index[r]; -1 makes a zero row. None: all rows in order.
         out: (q, scales) to write to and return, q contiguous, as float8_e4m3fn or uint8.
 
@@ -245,20 +304,25 @@ def fp4_row_to_fp8_col(
     Raises:
         ValueError: on a wrong shape, dtype, device, stride or index, or (host tensors) sizes that do not add up.
     """
-    layout, result = checks.prepare_fp4_row_to_fp8_col(packed, scales, group_sizes, padded_rows, index, out)
+    padded_rows, result = checks.prepare_fp4_row_to_fp8_col(
+        packed, scales, group_sizes, padded_rows, scale_layout, index, out
+    )
+    layout = ColumnLayout.of(group_sizes, padded_rows)
     q, out_scales = result[0].view(torch.uint8), result[1]
     k = out_scales.shape[0]
-    source, runs = _source_rows(layout, index), layout.run_offsets(k)
+    source, runs = source_rows(layout, index), layout.run_offsets(k)
+    lowest = ue8m0.min_exponent(out_scales.dtype, scale_layout)
     for piece in rows.pieces(layout.padded_rows, k, q.device, multiple=TILE_ROWS):
         exponent = ue8m0.exponents(rows.take(scales, source, piece))
         nan = exponent == ue8m0.NAN_EXPONENT
         largest = _tile_maxima(exponent, nan | (source[piece] < 0)[:, None])
         target = (largest - FP4_TO_FP8_SHIFT).masked_fill_(largest == _NONE, ue8m0.UE8M0_MIN_EXPONENT)
+        target.clamp_(min=lowest)
         # Zero rows may come to a shift above the highest one; their codes are zero under any.
         shift = (exponent - target.repeat_interleave(TILE_ROWS, dim=0)).clamp_(max=FP4_TO_FP8_SHIFT)
         codes = _fp4_to_fp8_codes(rows.take(packed, source, piece), shift, nan)
         tiles = slice(piece.start // TILE_ROWS, piece.stop // TILE_ROWS)
-        _store_tiles(codes, target, MXFP4_BLOCK, runs[tiles], q, out_scales[:, tiles])
+        store_tiles(codes, target, MXFP4_BLOCK, runs[tiles], q, out_scales[:, tiles])
     return result
 
 
@@ -269,6 +333,7 @@ def fp8_row_to_fp8_col(
     group_sizes: torch.Tensor,
     *,
     padded_rows: int | None = None,
+    scale_layout: str = "row",
     index: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,6 +350,7 @@ def fp8_row_to_fp8_col(
         group_sizes: int32 [E], rows of each group, zero included; they add up to the rows (M, or R with an index).
             On a GPU that is not checked.
         padded_rows: the sum of the group sizes rounded up to 128 each. If None, a GPU is waited for to learn it.
+        scale_layout: "row", or "gemm" for scales with strides (1, K rounded up to 4) and no exponent under -126.
         index: int32 [R], row r is made from input row index[r]; -1 makes a zero row. None: all rows in order.
         out: (q, scales) to write to and return, q contiguous, as float8_e4m3fn or uint8.
 
@@ -295,22 +361,26 @@ def fp8_row_to_fp8_col(
         ValueError: on a wrong shape, dtype, device, stride or index, or (host tensors) sizes that do not add up, a
             scale no power of two.
     """
-    layout, result = checks.prepare_fp8_row_to_fp8_col(q, scales, group_sizes, padded_rows, index, out)
+    padded_rows, result = checks.prepare_fp8_row_to_fp8_col(
+        q, scales, group_sizes, padded_rows, scale_layout, index, out
+    )
+    layout = ColumnLayout.of(group_sizes, padded_rows)
     out_q, out_scales = result[0].view(torch.uint8), result[1]
     table = _fp8_to_fp8_table(q.device)
     codes, exponents = q.view(torch.uint8), ue8m0.exponents(scales)
     k, groups = q.shape[1], scales.shape[1]
-    source, runs = _source_rows(layout, index), layout.run_offsets(k)
+    source, runs = source_rows(layout, index), layout.run_offsets(k)
+    lowest = ue8m0.min_exponent(out_scales.dtype, scale_layout)
     for piece in rows.pieces(layout.padded_rows, groups * FP8_GROUP, q.device, multiple=TILE_ROWS):
         exponent = rows.take(exponents, source, piece)
         nan = exponent == ue8m0.NAN_EXPONENT
         target = _tile_maxima(exponent, nan | (source[piece] < 0)[:, None])
-        target.masked_fill_(target == _NONE, ue8m0.UE8M0_MIN_EXPONENT)
+        target.masked_fill_(target == _NONE, ue8m0.UE8M0_MIN_EXPONENT).clamp_(min=lowest)
         shift = (exponent - target.repeat_interleave(TILE_ROWS, dim=0)).clamp_(_LOWEST_FP8_TO_FP8, 0)
         row = (shift - _LOWEST_FP8_TO_FP8).masked_fill_(nan, 1 - _LOWEST_FP8_TO_FP8)
         code = rows.pad_columns(rows.take(codes, source, piece), FP8_GROUP).to(torch.int32)
         entry = code.view(-1, groups, FP8_GROUP) + (row << 8)[..., None]
         shifted = table.index_select(0, entry.view(-1)).view(-1, groups * FP8_GROUP)[:, :k]
         tiles = slice(piece.start // TILE_ROWS, piece.stop // TILE_ROWS)
-        _store_tiles(shifted.contiguous(), target, FP8_GROUP, runs[tiles], out_q, out_scales[:, tiles])
+        store_tiles(shifted.contiguous(), target, FP8_GROUP, runs[tiles], out_q, out_scales[:, tiles])
     return result

@@ -15,6 +15,7 @@ def bf16_to_fp8_row(
     x: torch.Tensor,
     *,
     scale_dtype: torch.dtype = torch.float32,
+    scale_layout: str = "row",
     index: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,6 +28,8 @@ def bf16_to_fp8_row(
     Args:
         x: BF16, FP16 or FP32 [M, K], inner stride 1, any row stride.
         scale_dtype: torch.float32 for powers of two (2^-127 is subnormal and kept), torch.uint8 for UE8M0.
+        scale_layout: "row", or "gemm" for FP32 scales with strides (1, R rounded up to 4) and no exponent under -126,
+            as Hopper's GEMM libraries read them: they take subnormal numbers for zeros.
         index: int32 [R], output row r is made from x[index[r]]; -1 makes a zero row. None: all rows in order.
         out: (q, scales) to write to and return, q as float8_e4m3fn or uint8; inner stride 1, any row stride.
 
@@ -36,16 +39,17 @@ def bf16_to_fp8_row(
     Raises:
         ValueError: on a wrong shape, dtype, device, stride or index.
     """
-    result = checks.prepare_bf16_to_fp8_row(x, scale_dtype, index, out)
+    result = checks.prepare_bf16_to_fp8_row(x, scale_dtype, scale_layout, index, out)
     q, scales = result[0].view(torch.uint8), result[1]
     k, groups = x.shape[1], scales.shape[1]
+    lowest = max(ue8m0.UE8M0_MIN_EXPONENT, ue8m0.min_exponent(scale_dtype, scale_layout))
     for piece in rows.pieces(q.shape[0], groups * FP8_GROUP, x.device):
         bits = rows.pad_columns(fp32.bits_of(rows.take(x, index, piece)), FP8_GROUP)
         magnitude = bits & fp32.MAGNITUDE_MASK
         amax = magnitude.view(-1, groups, FP8_GROUP).amax(-1)
         finite = amax < fp32.INFINITY_BITS
         exponent = fp8_exponents(fp32.ordered(amax))
-        exponent = exponent.masked_fill_(~finite, ue8m0.UE8M0_MIN_EXPONENT).clamp_(min=ue8m0.UE8M0_MIN_EXPONENT)
+        exponent = exponent.masked_fill_(~finite, ue8m0.UE8M0_MIN_EXPONENT).clamp_(min=lowest)
         codes = e4m3.encode_scaled(fp32.scale(magnitude, amax, exponent, FP8_GROUP), bits)
         codes = codes.view(-1, groups, FP8_GROUP).masked_fill_(~finite[..., None], e4m3.E4M3_NAN)
         q[piece] = codes.view(-1, groups * FP8_GROUP)[:, :k]

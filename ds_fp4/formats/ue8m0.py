@@ -16,13 +16,21 @@ UE8M0_MIN_EXPONENT = -127
 UE8M0_MAX_EXPONENT = 127
 
 FP32_MIN_EXPONENT = -149  # the smallest FP32 subnormal
+FP32_MIN_NORMAL_EXPONENT = -126
 NAN_EXPONENT = UE8M0_NAN - UE8M0_BIAS
 
 SCALE_DTYPES = (torch.float32, torch.uint8)
 
 
-def min_exponent(dtype: torch.dtype) -> int:
-    """Lowest exponent a scale of `dtype` (uint8 for UE8M0, or float32) can hold."""
+# How scales of FP8 rows lie in memory. "gemm" is what Hopper's FP8 GEMM libraries read as it is: FP32, those of one
+# group of consecutive rows side by side, 16 bytes aligned. They flush subnormal numbers: scales are normal ones.
+SCALE_LAYOUTS = ("row", "gemm")
+
+
+def min_exponent(dtype: torch.dtype, scale_layout: str = "row") -> int:
+    """Lowest exponent a scale of `dtype` (uint8 for UE8M0, or float32) can hold in a layout."""
+    if scale_layout == "gemm":
+        return FP32_MIN_NORMAL_EXPONENT
     return UE8M0_MIN_EXPONENT if dtype == torch.uint8 else FP32_MIN_EXPONENT
 
 

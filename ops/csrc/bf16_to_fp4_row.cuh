@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) bf16_to_fp4_row(const bf
     for (Tile tile(p.rows); tile.inside(p.rows); tile.advance(p.rows)) {
         Values8<In> x[kSteps];
         load_values<kVector>(p.x, p.x_stride, tile, x);
-        uint8* packed = p.packed + tile.row * p.packed_stride + tile.first / 2;
+        uint8* packed = row_of(p.packed, tile.row, p.packed_stride) + tile.first / 2;
         uint32 own_scale = 0;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) bf16_to_fp4_row(const bf
         // All four lanes of a block know its scale in every step. Lane i stores that of step i: the tile's 32 scale
         // bytes leave in one access of the warp.
         if (tile.has_unit(own_step)) {
-            const int64 block = (tile.first + own_step * kStepValues) / kMxfp4Block;
-            p.scales[tile.row * p.scales_stride + block] = static_cast<uint8>(own_scale);
+            const int block = (tile.first + own_step * kStepValues) / kMxfp4Block;
+            row_of(p.scales, tile.row, p.scales_stride)[block] = static_cast<uint8>(own_scale);
         }
     }
 }

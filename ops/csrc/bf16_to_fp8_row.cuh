@@ -6,6 +6,7 @@
 
 #include "formats.cuh"
 #include "row_tiles.cuh"
+#include "scales.cuh"
 
 namespace ds_fp4 {
 
@@ -15,9 +16,7 @@ struct bf16_to_fp8_row_params {
     int64 x_stride;  // strides are in bytes, from row to row
     uint8* q;
     int64 q_stride;
-    char* scales;
-    int64 scales_stride;
-    int64 scale_bytes;  // 4: FP32, 1: UE8M0
+    Scales scales;
 };
 
 template <typename In, bool kVector>
@@ -27,12 +26,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) bf16_to_fp8_row(const bf
     for (Tile tile(p.rows); tile.inside(p.rows); tile.advance(p.rows)) {
         Values8<In> x[kSteps];
         load_values<kVector>(p.x, p.x_stride, tile, x);
-        uint8* q = p.q + tile.row * p.q_stride + tile.first;
+        uint8* q = row_of(p.q, tile.row, p.q_stride) + tile.first;
         uint32 own_scale = 0;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             const uint32 amax = max_over_lanes<kGroupLanes>(x[step].amax_bits());
-            const uint32 scale = fp8_scale(amax);
+            const uint32 scale = larger(fp8_scale(amax), static_cast<uint32>(p.scales.lowest));
             own_scale = step == own_step ? scale : own_scale;
             uint32 codes[2];
             encode_e4m3x8(x[step], scale, codes);
@@ -45,13 +44,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) bf16_to_fp8_row(const bf
         }
         // Lanes 0 to 3 of a group store its scales of steps 0 to 3.
         if (own_step < kSteps && own_step * kStepValues < tile.left + own_step * kUnit) {
-            const int64 group = (tile.first + own_step * kStepValues) / kFp8Group;
-            char* scales = p.scales + tile.row * p.scales_stride;
-            if (p.scale_bytes == 4) {
-                reinterpret_cast<uint32*>(scales)[group] = ue8m0_scale_bits(own_scale);
-            } else {
-                scales[group] = static_cast<char>(own_scale);
-            }
+            const int group = (tile.first + own_step * kStepValues) / kFp8Group;
+            store_scale(p.scales, tile.row, group, static_cast<int>(own_scale));
         }
     }
 }

@@ -147,7 +147,7 @@ DS_FP4_HD void decode_e2m1x8(uint32 codes, uint32 (&value)[4]) {
 
 // ---- E4M3: largest value 448, smallest 2^-9, NaN 0x7F ----
 
-// Two codes (`low` in the low byte) of finite values up to 448 in magnitude.
+// Two codes (`low` in the low byte) of values that are NaN or up to 448 in magnitude.
 DS_FP4_HD uint32 encode_e4m3x2_on_bits(float low, float high) {
     uint32 codes = 0;
     const uint32 bits[2] = {bits_of(low), bits_of(high)};
@@ -158,8 +158,8 @@ DS_FP4_HD uint32 encode_e4m3x2_on_bits(float low, float high) {
         // at 2^14 are.
         const uint32 normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3);
         const uint32 subnormal = bits_of(float_of(magnitude) + 16384.0f) - bits_of(16384.0f);
-        const uint32 code = magnitude >= 0x3C800000u ? normal : subnormal;
-        codes |= (code | ((bits[i] >> 24) & 0x80)) << (8 * i);
+        const uint32 code = (magnitude >= 0x3C800000u ? normal : subnormal) | ((bits[i] >> 24) & 0x80);
+        codes |= (magnitude > kInfinityBits ? 0x7Fu : code) << (8 * i);
     }
     return codes;
 }
@@ -187,6 +187,52 @@ DS_FP4_HD void encode_e4m3x8(const Values8<In>& x, uint32 scale_byte, uint32 (&c
     }
 }
 
+// What four values are multiplied by before they become codes: inverses of their scales. BF16 values are multiplied as
+// pairs: powers of two leave them as they are, but for products so small that they round to zero anyway.
+template <typename In>
+struct Inverses4 {
+    static constexpr bool kPairs = In::kMultipliesPairs;
+    uint32 factor[kPairs ? 2 : 4];
+
+    // FP32 bits for one scale byte; NaN, which makes NaN codes of whatever it is multiplied with, where the largest
+    // magnitude (FP32 bits) is not finite.
+    DS_FP4_HD static uint32 bits(uint32 amax, uint32 scale_byte) {
+        return amax < kInfinityBits ? (254 - scale_byte) << 23 : kFp32NanBits;
+    }
+
+    DS_FP4_HD Inverses4(uint32 b0, uint32 b1, uint32 b2, uint32 b3) {
+        if constexpr (kPairs) {
+            factor[0] = permute_bytes(b0, b1, 0x7632);
+            factor[1] = permute_bytes(b2, b3, 0x7632);
+        } else {
+            factor[0] = b0;
+            factor[1] = b1;
+            factor[2] = b2;
+            factor[3] = b3;
+        }
+    }
+
+    // The same for all four.
+    DS_FP4_HD explicit Inverses4(uint32 b) : Inverses4(b, b, b, b) {}
+};
+
+// Four codes in a word.
+template <typename In>
+DS_FP4_HD uint32 encode_e4m3x4(const Values<In, 4>& x, const Inverses4<In>& inverse) {
+    if constexpr (Inverses4<In>::kPairs) {
+        const uint32 first = In::fma(x.word[0], inverse.factor[0], 0x80008000u);
+        const uint32 second = In::fma(x.word[1], inverse.factor[1], 0x80008000u);
+        return encode_e4m3x2(In::low(first), In::high(first)) | encode_e4m3x2(In::low(second), In::high(second)) << 16;
+    } else {
+        float scaled[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            scaled[i] = multiply(x.value(i), float_of(inverse.factor[i]));
+        }
+        return encode_e4m3x2(scaled[0], scaled[1]) | encode_e4m3x2(scaled[2], scaled[3]) << 16;
+    }
+}
+
 // Two codes as FP16 values. NaN codes are the caller's business.
 DS_FP4_HD uint32 decode_e4m3x2_on_bits(uint32 codes) {
     // Shifted into place a code is an FP16 number with 7 for the exponent's bias instead of 15, subnormals included.
@@ -194,21 +240,29 @@ DS_FP4_HD uint32 decode_e4m3x2_on_bits(uint32 codes) {
     return Fp16::fma(((bytes & 0x7F007F00u) >> 1) | (bytes & 0x80008000u), Fp16::splat(256.0f), 0x80008000u);
 }
 
-DS_FP4_HD uint32 decode_e4m3x2(uint32 codes) {
+// Four codes in a word as FP16 values, two a word.
+DS_FP4_HD void decode_e4m3x4(uint32 codes, uint32& low, uint32& high) {
 #if DS_FP4_ARCH >= 890
-    uint32 value;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(static_cast<uint16>(codes)));
-    return value;
+    // Halves are named in PTX: shifted down by C++, the upper one would cost an instruction.
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+        "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+        "}"
+        : "=r"(low), "=r"(high)
+        : "r"(codes));
 #else
-    return decode_e4m3x2_on_bits(codes);
+    low = decode_e4m3x2_on_bits(codes & 0xFFFFu);
+    high = decode_e4m3x2_on_bits(codes >> 16);
 #endif
 }
 
 // Eight codes in two words as FP16 values, two a word.
 DS_FP4_HD void decode_e4m3x8(const uint32 (&codes)[2], uint32 (&value)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        value[i] = decode_e4m3x2((codes[i / 2] >> (16 * (i % 2))) & 0xFFFF);
+    for (int i = 0; i < 2; ++i) {
+        decode_e4m3x4(codes[i], value[2 * i], value[2 * i + 1]);
     }
 }
 

@@ -22,8 +22,8 @@ struct fp4_row_to_bf16_params {
 template <typename Out, bool kVector>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) fp4_row_to_bf16(const fp4_row_to_bf16_params p) {
     for (Tile tile(p.rows); tile.inside(p.rows); tile.advance(p.rows)) {
-        const uint8* packed = p.packed + tile.input_row * p.packed_stride + tile.first / 2;
-        const uint8* scales = p.scales + tile.input_row * p.scales_stride + tile.first / kMxfp4Block;
+        const uint8* packed = row_of(p.packed, tile.input_row, p.packed_stride) + tile.first / 2;
+        const uint8* scales = row_of(p.scales, tile.input_row, p.scales_stride) + tile.first / kMxfp4Block;
         uint32 codes[kSteps][1];
         uint32 scale[kSteps];
 #pragma unroll

@@ -23,8 +23,8 @@ struct fp8_row_to_bf16_params {
 template <typename Out, bool kVector>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_bf16(const fp8_row_to_bf16_params p) {
     for (Tile tile(p.rows); tile.inside(p.rows); tile.advance(p.rows)) {
-        const uint8* q = p.q + tile.input_row * p.q_stride + tile.first;
-        const char* scales = p.scales + tile.input_row * p.scales_stride;
+        const uint8* q = row_of(p.q, tile.input_row, p.q_stride) + tile.first;
+        const char* scales = row_of(p.scales, tile.input_row, p.scales_stride);
         uint32 codes[kSteps][2];
         uint32 scale[kSteps];  // as it is stored
 #pragma unroll
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_bf16(const fp
             codes[step][0] = codes[step][1] = 0;
             scale[step] = 0;
             if (tile.has_input(step)) {
-                const int64 group = tile.first / kFp8Group + step * (kStepValues / kFp8Group);
+                const int group = tile.first / kFp8Group + step * (kStepValues / kFp8Group);
                 load_unit<kVector, uint8>(q + step * kStepValues, tile.valid(step), codes[step]);
                 scale[step] = p.scale_bytes == 4 ? __ldg(reinterpret_cast<const uint32*>(scales) + group)
                                                  : __ldg(reinterpret_cast<const uint8*>(scales) + group);

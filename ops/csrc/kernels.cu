@@ -7,9 +7,17 @@
 
 #include "bf16_to_fp4_row.cuh"
 #include "bf16_to_fp8_row.cuh"
+#include "bf16_to_fp8_row_and_col.cuh"
 #include "fp4_row_to_bf16.cuh"
+#include "fp4_row_to_fp8_col.cuh"
+#include "fp4_row_to_fp8_row.cuh"
 #include "fp8_row_to_bf16.cuh"
+#include "fp8_row_to_fp4_row.cuh"
+#include "fp8_row_to_fp8_col.cuh"
+#include "fp8_row_to_fp8_row.cuh"
 #include "kernels.h"
+#include "split_weight_gradient.cuh"
+#include "weight_to_fp8.cuh"
 
 namespace ds_fp4 {
 namespace {
@@ -23,15 +31,21 @@ KernelEntry entry(const char* name, void (*kernel)(Params)) {
 #define DS_FP4_ROW_KERNEL(kernel)                                                                          \
     DS_FP4_ENTRY(kernel<Bf16, true>), DS_FP4_ENTRY(kernel<Bf16, false>), DS_FP4_ENTRY(kernel<Fp16, true>), \
         DS_FP4_ENTRY(kernel<Fp16, false>), DS_FP4_ENTRY(kernel<Fp32, true>), DS_FP4_ENTRY(kernel<Fp32, false>)
+#define DS_FP4_FP4_KERNEL(kernel) DS_FP4_ENTRY(kernel<true>), DS_FP4_ENTRY(kernel<false>)
+#define DS_FP4_FP8_KERNEL(kernel)                                                                           \
+    DS_FP4_ENTRY(kernel<true, true>), DS_FP4_ENTRY(kernel<true, false>), DS_FP4_ENTRY(kernel<false, true>), \
+        DS_FP4_ENTRY(kernel<false, false>)
 
 }  // namespace
 
 const std::vector<KernelEntry>& kernel_table() {
     static const std::vector<KernelEntry> table = {
-        DS_FP4_ROW_KERNEL(bf16_to_fp4_row),
-        DS_FP4_ROW_KERNEL(fp4_row_to_bf16),
-        DS_FP4_ROW_KERNEL(bf16_to_fp8_row),
-        DS_FP4_ROW_KERNEL(fp8_row_to_bf16),
+        DS_FP4_ROW_KERNEL(bf16_to_fp4_row),    DS_FP4_ROW_KERNEL(fp4_row_to_bf16),
+        DS_FP4_ROW_KERNEL(bf16_to_fp8_row),    DS_FP4_ROW_KERNEL(fp8_row_to_bf16),
+        DS_FP4_FP4_KERNEL(fp4_row_to_fp8_row), DS_FP4_FP8_KERNEL(fp8_row_to_fp4_row),
+        DS_FP4_FP8_KERNEL(fp8_row_to_fp8_row), DS_FP4_FP4_KERNEL(fp4_row_to_fp8_col),
+        DS_FP4_FP8_KERNEL(fp8_row_to_fp8_col), DS_FP4_ROW_KERNEL(bf16_to_fp8_row_and_col),
+        DS_FP4_ROW_KERNEL(weight_to_fp8),      DS_FP4_ENTRY(split_weight_gradient<>),
     };
     return table;
 }

@@ -14,8 +14,12 @@ namespace ds_fp4 {
 constexpr uint32 kFp32NanBits = 0x7FC00000u;
 
 #if !DS_FP4_ARCH
-// Bits of the nearest number, ties to even, of a format with a 16-bit code (a finite FP64 value, no overflow).
+// Bits of the nearest number, ties to even, of a format with a 16-bit code (an FP64 value that does not overflow; or
+// NaN).
 inline uint32 round_to_16_bits(double value, int mantissa_bits, int min_exponent) {
+    if (value != value) {
+        return 0x7FFFu;
+    }
     const uint32 sign = __builtin_signbit(value) ? 0x8000u : 0;
     const double magnitude = __builtin_fabs(value);
     const int ilogb = magnitude > 0 ? __builtin_ilogb(magnitude) : min_exponent;
@@ -29,8 +33,9 @@ inline uint32 round_to_16_bits(double value, int mantissa_bits, int min_exponent
 struct Bf16 {
     using Element = uint16;
     static constexpr int kBytes = 2;
-    static constexpr int kWords = 4;            // that hold eight values
-    static constexpr float kUnitStep = 128.0f;  // numbers from here to twice as much are 1 apart
+    static constexpr int kWords = 4;                // that hold eight values
+    static constexpr bool kMultipliesPairs = true;  // by any power of two that FP32 has
+    static constexpr float kUnitStep = 128.0f;      // numbers from here to twice as much are 1 apart
     static constexpr uint32 kNan = 0x7FC07FC0u;
 
     using Scale = uint32;
@@ -101,6 +106,7 @@ struct Fp16 {
     using Element = uint16;
     static constexpr int kBytes = 2;
     static constexpr int kWords = 4;
+    static constexpr bool kMultipliesPairs = false;
     static constexpr float kUnitStep = 1024.0f;
     static constexpr uint32 kNan = 0x7E007E00u;
 
@@ -192,6 +198,7 @@ struct Fp32 {
     using Element = uint32;
     static constexpr int kBytes = 4;
     static constexpr int kWords = 8;
+    static constexpr bool kMultipliesPairs = false;
     static constexpr uint32 kNan = kFp32NanBits;
 
     DS_FP4_HD static uint32 max_magnitude(uint32 a, uint32 b) { return larger(a, b); }
@@ -204,10 +211,13 @@ struct Fp32 {
     }
 };
 
-// Eight consecutive values of a row, what one thread holds at a time.
-template <typename T>
-struct Values8 {
-    uint32 word[T::kWords];
+// Consecutive values of a row, what one thread holds at a time: eight, or four of each row that is turned into
+// columns.
+template <typename T, int kCount>
+struct Values {
+    static constexpr int kWords = T::kWords * kCount / 8;
+    static constexpr uint32 kSignless = T::kWords == 8 ? kMagnitudeMask : 0x7FFF7FFFu;
+    uint32 word[kWords];
 
     // Value i as FP32. The loops that call this are unrolled: `i` is a constant.
     DS_FP4_HD float value(int i) const {
@@ -220,14 +230,16 @@ struct Values8 {
 
     // FP32 bits of the largest magnitude; at least those of infinity if one of the values is not finite.
     DS_FP4_HD uint32 amax_bits() const {
-        constexpr uint32 kSignless = T::kWords == 8 ? kMagnitudeMask : 0x7FFF7FFFu;
         uint32 result = word[0] & kSignless;
 #pragma unroll
-        for (int i = 1; i < T::kWords; ++i) {
+        for (int i = 1; i < kWords; ++i) {
             result = T::max_magnitude(result, word[i] & kSignless);
         }
         return T::magnitude_bits(result);
     }
 };
+
+template <typename T>
+using Values8 = Values<T, 8>;
 
 }  // namespace ds_fp4

@@ -30,7 +30,8 @@ constexpr int kTileValues = kStepValues * kSteps;
 constexpr uint32 kAllLanes = 0xFFFFFFFFu;
 
 // Parameters of every row kernel. Every field is 64 bits wide, here and in the kernels' own: the host packs them as
-// such.
+// such. Rows, values a row and strides are below 2^31 (the host sees to it), so that 32-bit arithmetic does; products
+// are not.
 struct Rows {
     int64 rows;         // output rows
     int64 width;        // values a row, K
@@ -41,26 +42,28 @@ struct Rows {
 
 // The tiles of one warp, by grid strides, and this lane's place in the current one.
 struct Tile {
-    int64 row;        // output row
-    int64 input_row;  // -1: zeros
-    int64 first;      // this lane's first value in the row; its unit of step s is s * kStepValues further on
-    int left;         // values from there to the row's end, or more than a tile
+    int row;        // output row
+    int input_row;  // -1: zeros
+    int first;      // this lane's first value in the row; its unit of step s is s * kStepValues further on
+    int left;       // values from there to the row's end
 
     DS_FP4_DEVICE explicit Tile(const Rows& p) {
         const uint32 warp = blockIdx.x * (kThreads / kLanes) + __shfl_sync(kAllLanes, threadIdx.x / kLanes, 0);
-        row = warp / static_cast<uint32>(p.tiles_a_row);
-        number = static_cast<int>(warp % static_cast<uint32>(p.tiles_a_row));
+        const uint32 tiles_a_row = static_cast<uint32>(p.tiles_a_row), warps = gridDim.x * (kThreads / kLanes);
+        row = static_cast<int>(warp / tiles_a_row);
+        number = static_cast<int>(warp % tiles_a_row);
+        stride_rows = static_cast<int>(warps / tiles_a_row);
+        stride_tiles = static_cast<int>(warps % tiles_a_row);
         place(p);
     }
 
-    DS_FP4_DEVICE bool inside(const Rows& p) const { return row < p.rows; }
+    DS_FP4_DEVICE bool inside(const Rows& p) const { return row < static_cast<int>(p.rows); }
 
     DS_FP4_DEVICE void advance(const Rows& p) {
-        const uint32 warps = gridDim.x * (kThreads / kLanes), tiles_a_row = static_cast<uint32>(p.tiles_a_row);
-        row += warps / tiles_a_row;
-        number += static_cast<int>(warps % tiles_a_row);
-        if (number >= static_cast<int>(tiles_a_row)) {
-            number -= static_cast<int>(tiles_a_row);
+        row += stride_rows;
+        number += stride_tiles;
+        if (number >= static_cast<int>(p.tiles_a_row)) {
+            number -= static_cast<int>(p.tiles_a_row);
             ++row;
         }
         place(p);
@@ -74,14 +77,15 @@ struct Tile {
 
   private:
     int number;  // of the tile within the row
+    int stride_rows, stride_tiles;
 
     DS_FP4_DEVICE void place(const Rows& p) {
-        first = static_cast<int64>(number) * kTileValues + threadIdx.x % kLanes * kUnit;
-        left = static_cast<int>(min(p.width - first, static_cast<int64>(kTileValues)));
+        first = number * kTileValues + static_cast<int>(threadIdx.x) % kLanes * kUnit;
+        left = static_cast<int>(p.width) - first;
         input_row = row;
         if (p.index != nullptr && inside(p)) {
             input_row = __ldg(p.index + row);
-            if (input_row >= p.input_rows) {
+            if (input_row >= static_cast<int>(p.input_rows)) {
                 __trap();  // reading there would be worse than stopping
             }
         }
@@ -89,22 +93,42 @@ struct Tile {
 };
 
 // ---- memory ----
-//
-// kVector promises whole units that are aligned to their size (to 16 bytes, where they are larger).
 
-template <int kCount>
+// Row `row` of a matrix whose rows are `stride` bytes apart: one multiply-add.
+template <typename Byte>
+DS_FP4_DEVICE Byte* row_of(Byte* base, int row, int64 stride) {
+    static_assert(sizeof(Byte) == 1, "strides are in bytes");
+#if DS_FP4_ARCH
+    // In PTX, because the compiler would take apart the sum that `base` is and add it up again for every row.
+    Byte* result;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(result) : "r"(row), "r"(static_cast<uint32>(stride)), "l"(base));
+    __builtin_assume(__isGlobal(result));
+    return result;
+#else
+    return base + static_cast<unsigned long long>(static_cast<uint32>(row)) * static_cast<uint32>(stride);
+#endif
+}
+
+// kOrdered: through ordinary loads, which the compiler leaves on their side of a barrier. Others it may move across,
+// to where their results are used; then a thread waits for each of them in turn.
+template <bool kOrdered, typename T>
+DS_FP4_DEVICE T load_one(const T* address) {
+    return kOrdered ? *address : __ldg(address);
+}
+
+template <bool kOrdered = false, int kCount>
 DS_FP4_DEVICE void load_words(const void* address, uint32 (&word)[kCount]) {
     static_assert(kCount == 1 || kCount == 2 || kCount % 4 == 0, "accesses of 4, 8 or 16 bytes");
     if constexpr (kCount == 1) {
-        word[0] = __ldg(static_cast<const uint32*>(address));
+        word[0] = load_one<kOrdered>(static_cast<const uint32*>(address));
     } else if constexpr (kCount == 2) {
-        const uint2 loaded = __ldg(static_cast<const uint2*>(address));
+        const uint2 loaded = load_one<kOrdered>(static_cast<const uint2*>(address));
         word[0] = loaded.x;
         word[1] = loaded.y;
     } else {
 #pragma unroll
         for (int i = 0; i < kCount / 4; ++i) {
-            const uint4 loaded = __ldg(static_cast<const uint4*>(address) + i);
+            const uint4 loaded = load_one<kOrdered>(static_cast<const uint4*>(address) + i);
             word[4 * i] = loaded.x;
             word[4 * i + 1] = loaded.y;
             word[4 * i + 2] = loaded.z;
@@ -160,10 +184,10 @@ DS_FP4_DEVICE void store_elements(void* address, int valid, const uint32 (&word)
 }
 
 // A unit of `kCount` words that exists: `valid` counts its elements.
-template <bool kVector, typename Element, int kCount>
+template <bool kVector, typename Element, bool kOrdered = false, int kCount>
 DS_FP4_DEVICE void load_unit(const void* address, int valid, uint32 (&word)[kCount]) {
     if constexpr (kVector) {
-        load_words(address, word);
+        load_words<kOrdered>(address, word);
     } else {
         load_elements<Element>(address, valid, word);
     }
@@ -181,7 +205,7 @@ DS_FP4_DEVICE void store_unit(void* address, int valid, const uint32 (&word)[kCo
 // All units of a tile of values; zeros where there is no input.
 template <bool kVector, typename T>
 DS_FP4_DEVICE void load_values(const char* base, int64 row_stride, const Tile& tile, Values8<T> (&values)[kSteps]) {
-    const char* address = base + tile.input_row * row_stride + tile.first * T::kBytes;
+    const char* address = row_of(base, tile.input_row, row_stride) + static_cast<int64>(tile.first) * T::kBytes;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -197,8 +221,9 @@ DS_FP4_DEVICE void load_values(const char* base, int64 row_stride, const Tile& t
 
 template <bool kVector, typename T>
 DS_FP4_DEVICE void store_values(char* base, int64 row_stride, const Tile& tile, int step, const Values8<T>& values) {
+    char* address =
+        row_of(base, tile.row, row_stride) + static_cast<int64>(tile.first + step * kStepValues) * T::kBytes;
     if (tile.has_unit(step)) {
-        char* address = base + tile.row * row_stride + (tile.first + step * kStepValues) * T::kBytes;
         store_unit<kVector, typename T::Element>(address, tile.valid(step), values.word);
     }
 }

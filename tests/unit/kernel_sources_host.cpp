@@ -7,6 +7,7 @@
 
 #include "formats.cuh"
 #include "scaled_values.cuh"
+#include "shifted_codes.cuh"
 
 #ifdef DS_FP4_WITH_CUDA_HEADERS
 #include <cuda_fp4.h>
@@ -126,7 +127,49 @@ void host_scale_bits(const uint32* fp32, int64 count, uint32* out) {
     }
 }
 
+// Every pair of packed E2M1 bytes under `count` shifts: eight codes (four bytes alike) to E4M3.
+void host_fp4_to_fp8(const int32* shifts, int64 count, uint8* codes) {
+    for (int64 i = 0; i < count; ++i) {
+        const E4m3Table table = shifts[i] > kFp4ToFp8Shift ? e4m3_nan_table() : e4m3_table(shifts[i]);
+        for (uint32 byte = 0; byte < 256; ++byte, codes += 8) {
+            uint32 words[2];
+            e2m1x8_to_e4m3(byte * 0x01010101u, table, words[0], words[1]);
+            __builtin_memcpy(codes, words, 8);
+        }
+    }
+}
+
+// Eight E4M3 codes at a time under one shift to packed E2M1, and to E4M3.
+void host_fp8_to_fp4(const uint32* codes, int64 units, int32 shift, uint32* packed) {
+    for (int64 i = 0; i < units; ++i) {
+        packed[i] = e4m3x8_to_e2m1<true>(codes[2 * i], codes[2 * i + 1], shift);
+    }
+}
+
+void host_fp8_to_fp8(const uint32* codes, int64 words, int32 shift, uint32* result) {
+    for (int64 i = 0; i < words; ++i) {
+        result[i] = scale_e4m3x4(codes[i], e4m3_factor(shift));
+    }
+}
+
+// Largest magnitude code of each 16 codes.
+void host_e4m3_amax(const uint32* codes, int64 units, uint32* result) {
+    for (int64 i = 0; i < units; ++i) {
+        const uint32 words[4] = {codes[4 * i], codes[4 * i + 1], codes[4 * i + 2], codes[4 * i + 3]};
+        result[i] = e4m3_amax(words);
+    }
+}
+
 #ifdef DS_FP4_WITH_CUDA_HEADERS
+// The same conversions in NVIDIA's terms: decoded, scaled in FP64, which is exact, and encoded.
+uint8 nvidia_shifted(uint8 code, int from_fp4, int to_fp4, int shift) {
+    const __half_raw half =
+        from_fp4 ? __nv_cvt_fp4_to_halfraw(code, __NV_E2M1) : __nv_cvt_fp8_to_halfraw(code, __NV_E4M3);
+    const double value = std::ldexp(static_cast<double>(__half2float(__half(half))), shift);
+    return to_fp4 ? __nv_cvt_double_to_fp4(value, __NV_E2M1, cudaRoundNearest)
+                  : __nv_cvt_double_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
+}
+
 // NVIDIA's own conversions of the same scaled values, one code a byte.
 void nvidia_e2m1(const float* x, int64 count, uint8* codes) {
     for (int64 i = 0; i < count; ++i) {

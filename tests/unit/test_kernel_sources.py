@@ -230,6 +230,45 @@ def test_codes_are_those_of_nvidias_conversions(host, dtype):
         assert torch.equal(codes, got)
 
 
+def _all_codes() -> torch.Tensor:
+    """All 256 E4M3 codes in each place of a unit of eight: every code beside every other parity."""
+    return torch.cat([torch.arange(256).roll(i) for i in range(8)]).to(torch.uint8)
+
+
+@pytest.mark.skipif(_cuda_include() is None, reason="no cuda_fp4.h")
+def test_shifts_are_those_of_nvidias_conversions(host):
+    nvidia = functools.cache(host.nvidia_shifted)
+    shifts = torch.arange(-30, 7, dtype=torch.int32)
+    codes = torch.empty(len(shifts), 256, 8, dtype=torch.uint8)
+    host.host_fp4_to_fp8(_pointer(shifts), ctypes.c_int64(len(shifts)), _pointer(codes))
+    for i, shift in enumerate(shifts.tolist()):
+        table = torch.tensor([nvidia(code, 1, 0, shift) & 0xFF for code in range(16)], dtype=torch.uint8)
+        byte = torch.arange(256)
+        pair = torch.stack([table[byte & 0xF], table[byte >> 4]], 1)
+        assert torch.equal(codes[i], pair.repeat(1, 4)), shift
+    source = _all_codes()
+    finite = (source & 0x7F) != 0x7F
+    for shift in range(-30, 12):
+        packed = torch.empty(source.numel() // 2, dtype=torch.uint8)
+        host.host_fp8_to_fp4(_pointer(source), ctypes.c_int64(source.numel() // 8), shift, _pointer(packed))
+        table = torch.tensor([nvidia(code, 0, 1, shift) & 0xF for code in range(256)], dtype=torch.uint8)
+        got = torch.stack([packed & 0xF, packed >> 4], 1).flatten()
+        assert torch.equal(got[finite], table[source.long()][finite]), shift
+    for shift in range(-30, 1):
+        shifted = torch.empty_like(source)
+        host.host_fp8_to_fp8(_pointer(source), ctypes.c_int64(source.numel() // 4), shift, _pointer(shifted))
+        table = torch.tensor([nvidia(code, 0, 0, shift) & 0xFF for code in range(256)], dtype=torch.uint8)
+        assert torch.equal(shifted, table[source.long()]), shift
+
+
+def test_largest_code_of_16(host):
+    codes = torch.randint(0, 256, (4096, 16), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    codes &= (torch.randint(0, 128, (4096, 1), generator=torch.Generator().manual_seed(1)) | 0x80).to(torch.uint8)
+    largest = torch.empty(4096, dtype=torch.int32)
+    host.host_e4m3_amax(_pointer(codes), ctypes.c_int64(4096), _pointer(largest))
+    assert torch.equal(largest, (codes & 0x7F).amax(1).to(torch.int32))
+
+
 # ---- the sources under nvcc ----
 
 
@@ -262,12 +301,28 @@ def test_accesses_are_wide_and_arithmetic_keeps_subnormals(tmp_path):
     flags = [*kernels.NVCC_FLAGS, "-arch=compute_90a", "-ptx", "-o", str(ptx)]
     subprocess.run([_nvcc(), *flags, str(CSRC / "kernels.cu")], check=True)
     bodies = re.split(r"\.visible \.entry ", ptx.read_text())[1:]
-    loads = {"bf16_to_fp4_row": "ld.global.nc.v4", "bf16_to_fp8_row": "ld.global.nc.v4"}
-    stores = {"fp4_row_to_bf16": "st.global.v4", "fp8_row_to_bf16": "st.global.v4"}
+    # The wide side of each kernel's vector path. Column kernels load words: a warp's are 128 bytes of one row.
+    loads = {
+        "bf16_to_fp4_row": "ld.global.nc.v4",
+        "bf16_to_fp8_row": "ld.global.nc.v4",
+        "fp8_row_to_fp4_row": "ld.global.nc.v4",
+        "fp8_row_to_fp8_row": "ld.global.nc.v4",
+    }
+    stores = {
+        "fp4_row_to_bf16": "st.global.v4",
+        "fp8_row_to_bf16": "st.global.v4",
+        "fp4_row_to_fp8_row": "st.global.v4",
+        "fp8_row_to_fp8_row": "st.global.v4",
+        "fp4_row_to_fp8_col": "st.global.v4",
+        "fp8_row_to_fp8_col": "st.global.v4",
+        "bf16_to_fp8_row_and_col": "st.global.v4",
+        "weight_to_fp8": "st.global.v4",
+        "split_weight_gradient": "st.global.v4",
+    }
     for body in bodies:
         name = re.match(r"\w+", body).group()
-        kernel = next(kernel for kernel in kernels.KERNELS if kernel in name)
-        if "ELb1E" in name:  # the vector path
+        kernel = next(kernel for kernel in kernels.KERNELS if f"{len(kernel)}{kernel}I" in name)
+        if "Lb1EE" in name or "IJEE" in name:  # the vector path
             assert loads.get(kernel, "") in body and stores.get(kernel, "") in body, name
         assert ".local" not in body, name
         assert ".ftz" not in body, name
@@ -289,13 +344,21 @@ def test_nvrtc_compiles_every_instantiation(name):
 
 
 def test_parameter_tables_match_the_headers():
-    rows = _fields((CSRC / "row_tiles.cuh").read_text(), "Rows")
     for name, kernel in kernels.KERNELS.items():
-        own = _fields((CSRC / f"{name}.cuh").read_text(), f"{name}_params")
-        assert own[0] == "rows"
-        assert kernel.params == (*rows, *own[1:])
+        assert kernel.params == _fields((CSRC / f"{name}.cuh").read_text(), f"{name}_params"), name
 
 
 def _fields(header: str, struct: str) -> tuple[str, ...]:
+    """Names of a struct's fields, those of nested structs in their place."""
+    nested = {"Rows": "row_tiles", "Columns": "column_tiles", "Scales": "scales"}
     body = re.search(rf"struct {struct} {{\n(.*?)\n}};", header, re.S).group(1)
-    return tuple(re.match(r"\s*[\w ]+[\w*]\*? ?\*?\b(\w+);", line).group(1) for line in body.splitlines())
+    names: list[str] = []
+    for line in body.splitlines():
+        kind, name = re.match(r"\s*(?:const )?(\w+)\*? (\w+);", line).groups()
+        if kind not in nested:
+            names.append(name)
+            continue
+        fields = _fields((CSRC / f"{nested[kind]}.cuh").read_text(), kind)
+        # There is one Rows or Columns in a kernel, but scales of several kinds.
+        names += [f"{name}_{field}" for field in fields] if kind == "Scales" else fields
+    return tuple(names)

@@ -1,51 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""The kernels, lane by lane, on the host: the GPU tests of shapes, gathering and memory layouts without a GPU.
+"""The GPU tests of shapes, gathering and memory layouts without a GPU.
 
-Device code is compiled by the host's compiler and run by kernel_sources_warp.cpp with the parameters, the grid and the
-choice between vector and single accesses that `ds_fp4.ops` would launch it with on a GPU of one multiprocessor.
+The kernels' sources run on the host (see `host_kernels`), with the parameters, the grid and the choice between vector
+and single accesses that `ds_fp4.ops` would launch them with on a GPU of one multiprocessor.
 """
-
-import ctypes
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 from ds_fp4 import ops
-from ds_fp4.ops import conversions, kernels
 from tests.gpu import test_conversions as on_gpu
-
-SOURCE = Path(__file__).parent / "kernel_sources_warp.cpp"
+from tests.unit.host_kernels import HostKernels
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    path = tmp_path_factory.mktemp("warp") / "kernel_sources_warp.so"
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wno-unknown-pragmas", "-Werror", "-shared", "-fPIC", f"-I{kernels.CSRC}"]
-    checks = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # a signal ends the process
-    subprocess.run([os.environ.get("CXX", "g++"), *flags, *checks, str(SOURCE), "-o", str(path)], check=True)
-    return ctypes.CDLL(str(path))
+def host(tmp_path_factory):
+    return HostKernels(tmp_path_factory.mktemp("host"))
 
 
 @pytest.fixture(autouse=True)
-def launches(library, monkeypatch):
+def launches(host, monkeypatch):
     """Host tensors go through `ops` as CUDA tensors would; the list of instantiations that were launched."""
-    launched = []
-
-    def launch(kernel, template, grid, values, device):
-        launched.append(f"{kernel.name}<{template}>")
-        params = kernel.packing.pack(*[values[name] for name in kernel.params])
-        library.launch(launched[-1].encode(), grid, kernels.THREADS, params)
-
-    monkeypatch.setattr(kernels, "launch", launch)
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)
-    monkeypatch.setattr(kernels, "BLOCKS_PER_MULTIPROCESSOR", 2)  # so that warps take several tiles
-    monkeypatch.setattr(conversions, "_on_gpu", lambda t: isinstance(t, torch.Tensor))
+    host.replace(monkeypatch)
     monkeypatch.setattr(on_gpu, "DEVICE", "cpu")
-    return launched
+    host.launched.clear()
+    return host.launched
 
 
 @pytest.mark.parametrize("dtype", on_gpu.FLOAT_DTYPES, ids=str)

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""One row of `ds-fp4 bench kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel at one shape.
+
+    Attributes:
+        name: of the kernel, as `--only` matches it.
+        shapes: for people, "[32768, 7168]".
+        make: given a CUDA device, makes random inputs and returns what to time, the bytes that must move (each input
+            read once, each output written once) and what to compare it with, or None. Must not time anything itself.
+    """
+
+    name: str
+    shapes: str
+    make: Callable[[torch.device], tuple[Run, int, Run | None]]

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""The kernels' own sources, run on the host thread by thread (host_kernels), bit for bit against the reference."""
+
+import pytest
+import torch
+
+from ds_fp4.ops import kernels
+from tests import kernel_checks as checks
+from tests import strategies
+from tests.unit.host_kernels import HostKernels
+
+DTYPES = strategies.FLOAT_DTYPES
+SCALES = ("fp32", "ue8m0", "gemm")
+SOURCES = (torch.uint8, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    return HostKernels(tmp_path_factory.mktemp("host"))
+
+
+@pytest.fixture(autouse=True)
+def ops_on_host(host, monkeypatch):
+    host.replace(monkeypatch)
+
+
+def _sizes(*sizes: int) -> torch.Tensor:
+    return torch.tensor(sizes, dtype=torch.int32)
+
+
+# Shapes: one row, rows that are no multiple of 4, several tiles a row, a short last group, widths of every alignment.
+FP4_SHAPES = [(1, 32), (5, 1056), (4, 512), (9, 160)]
+FP8_SHAPES = [(1, 16), (5, 1040), (4, 512), (9, 130), (3, 7)]
+INDICES = ("none", "random", "absent")
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("scale", SCALES)
+def test_fp4_row_to_fp8_row(scale, index, aligned):
+    for seed, (rows, k) in enumerate(FP4_SHAPES):
+        for spread in (3, 24, 254):
+            checks.check_fp4_row_to_fp8_row("cpu", rows, k, seed, index, scale, aligned, spread)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("scale", SCALES)
+def test_fp8_row_to_fp8_row(scale, index, aligned):
+    for seed, (rows, k) in enumerate(FP8_SHAPES):
+        for source in SOURCES:
+            checks.check_fp8_row_to_fp8_row("cpu", rows, k, seed, index, source, scale, aligned, spread=254)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("rounding", strategies.ROUNDINGS)
+def test_fp8_row_to_fp4_row(rounding, index, aligned):
+    for seed, (rows, k) in enumerate(FP4_SHAPES):
+        for source in SOURCES:
+            checks.check_fp8_row_to_fp4_row("cpu", rows, k, seed, index, source, rounding, aligned, spread=254)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_values(dtype, aligned):
+    for seed, kind in enumerate(strategies.FINITE_KINDS):
+        index = INDICES[seed % 2]
+        for rows, k in ((3, 1056), (1, 32)):
+            rounding = strategies.ROUNDINGS[seed % 4]
+            checks.check_bf16_to_fp4_row("cpu", kind, rows, k, seed, dtype, index, rounding, aligned)
+            checks.check_fp4_row_to_bf16("cpu", rows, k, seed, dtype, index, aligned)
+        for rows, k in ((3, 1160), (2, 9)):
+            checks.check_bf16_to_fp8_row("cpu", kind, rows, k, seed, dtype, index, SCALES[seed % 3], aligned)
+            checks.check_fp8_row_to_bf16("cpu", rows, k, seed, dtype, index, SOURCES[seed % 2], aligned)
+
+
+SIZES = [
+    (_sizes(1), 32),
+    (_sizes(0, 130, 0, 128, 3, 0), 288),
+    (_sizes(300), 512),
+    (_sizes(*[0] * 40, 129, *[1] * 3), 96),  # more groups than a warp has lanes
+]
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("layout", ["row", "gemm"])
+@pytest.mark.parametrize("index", INDICES)
+def test_fp4_row_to_fp8_col(index, layout, aligned):
+    for seed, (sizes, k) in enumerate(SIZES):
+        for spread in (3, 24, 254):
+            checks.check_fp4_row_to_fp8_col("cpu", sizes, k, seed, index, layout, aligned, spread, known=seed % 2 == 0)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("layout", ["row", "gemm"])
+@pytest.mark.parametrize("index", INDICES)
+def test_fp8_row_to_fp8_col(index, layout, aligned):
+    for seed, (sizes, k) in enumerate([*SIZES, (_sizes(0, 5), 130), (_sizes(200), 7)]):
+        for spread, source in ((3, torch.uint8), (24, torch.float32), (254, torch.float32), (254, torch.uint8)):
+            checks.check_fp8_row_to_fp8_col("cpu", sizes, k, seed, index, source, layout, aligned, spread)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("layout", ["row", "gemm"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bf16_to_fp8_row_and_col(dtype, layout, aligned):
+    for seed, kind in enumerate(strategies.FINITE_KINDS):
+        sizes, k = [*SIZES, (_sizes(0, 5), 130), (_sizes(200), 7)][seed % 6]
+        index = INDICES[seed % 3]
+        checks.check_bf16_to_fp8_row_and_col("cpu", kind, sizes, k, seed, dtype, index, layout, aligned)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weight_to_fp8(dtype, aligned):
+    shapes = [(2, 128, 128), (1, 64, 132), (2, 72, 256), (1, 200, 36), (3, 1, 5)]
+    for seed, kind in enumerate(strategies.FINITE_KINDS):
+        experts, rows, k = shapes[seed % len(shapes)]
+        for joined in (True, False):
+            checks.check_weight_to_fp8("cpu", kind, experts, rows, k, seed, dtype, joined, aligned, seed % 2 == 1)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_split_weight_gradient(aligned):
+    for seed, (experts, rows, k) in enumerate([(1, 1, 8), (3, 40, 264), (2, 3, 5), (0, 2, 8)]):
+        checks.check_split_weight_gradient("cpu", experts, rows, k, seed, aligned)
+
+
+@pytest.mark.parametrize("name", ["no rows", "no groups", "empty groups"])
+def test_nothing_to_do(host, name):
+    sizes = {"no rows": _sizes(0), "no groups": _sizes(), "empty groups": _sizes(0, 0, 0)}[name]
+    launched = len(host.launched)
+    for index in ("none", "random"):
+        checks.check_fp4_row_to_fp8_row("cpu", 0, 64, 0, "empty" if index == "random" else index, "gemm")
+    checks.check_fp4_row_to_fp8_col("cpu", sizes, 64, 0, "none")
+    checks.check_fp8_row_to_fp8_col("cpu", sizes, 64, 0, "none", torch.uint8)
+    checks.check_bf16_to_fp8_row_and_col("cpu", "gaussian", sizes, 64, 0, torch.bfloat16, "none")
+    # An index of nothing but -1 needs no input rows; that is the one launch.
+    assert len(host.launched) - launched <= 1
+
+
+def test_every_instantiation_ran(host, request):
+    if request.config.option.keyword:
+        pytest.skip("only some of the tests ran")
+    every = {f"{kernel.name}<{t}>" for kernel in kernels.KERNELS.values() for t in kernel.instantiations}
+    assert set(host.numbers) == every
+    assert set(host.launched) == every  # this test comes last
