@@ -1,11 +1,11 @@
 # The whole developer interface: make train, make test, make checkstyle.
 # A virtual environment is made in .venv on first use. To use the Python you are in instead, with torch and DeepSpeed
-# already there: make train PYTHON=python3
+# already there: python3 -m pip install -e '.[dev]', then make train PYTHON=python3
 VENV    ?= .venv
 # Any torch from 2.11 to 2.14.
 TORCH   ?= torch==2.13.0
 ifdef PYTHON
-  SETUP :=
+  SETUP := is-installed
 else
   PYTHON := $(VENV)/bin/python
   SETUP  := $(VENV)/.installed
@@ -18,7 +18,7 @@ LAUNCH = $(if $(filter-out 0,$(GPUS)),,DS_ACCELERATOR=cpu OMP_NUM_THREADS=1) \
          $(PYTHON) -m deepspeed.launcher.runner -q $(if $(filter-out 0,$(GPUS)),,--num_gpus 2)
 CUDA_FILES := $(wildcard ops/csrc/*.cuh ops/csrc/*.cu ops/csrc/*.cpp ops/csrc/*.h)
 
-.PHONY: train test test-gpu checkstyle format clean
+.PHONY: train test test-gpu checkstyle format clean is-installed
 
 train: $(SETUP)  ## train bf16 and mxfp4 on the same text, end with a table and a picture
 	$(LAUNCH) launch/pretrain.py --compare bf16 mxfp4
@@ -43,6 +43,10 @@ $(VENV)/.installed: pyproject.toml setup.py
 	$(VENV)/bin/python -m pip install --quiet "$(TORCH)" numpy
 	$(VENV)/bin/python -m pip install --quiet --no-build-isolation -e ".[dev]"
 	touch $@
+
+is-installed:
+	@$(PYTHON) -c "import importlib.util as u; u.find_spec('ds_fp4.ops') or exit(1)" >/dev/null 2>&1 || { echo \
+	  "ds_fp4 is not installed in $(PYTHON): $(PYTHON) -m pip install -e '.[dev]'" >&2; exit 1; }
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -27,6 +27,7 @@ setup(
         "ds_fp4.integrations",
         "ds_fp4.ops",
         "ds_fp4.ops.csrc",
+        "ds_fp4.reference",
     ],
     package_dir={"ds_fp4": "ds_fp4", "ds_fp4.ops": "ops"},
     package_data={"ds_fp4.ops.csrc": ["*.cuh", "*.cu", "*.cpp", "*.h"]},

@@ -49,7 +49,9 @@ def _exchange(
     receive_splits: list[int] | None,
 ) -> torch.Tensor:
     """[N, hidden] -> [sum(receive_splits) or N, hidden], in one collective."""
-    payload = rows.contiguous() if codec is None else codec.encode(rows)
+    # Experts and autograd may hand over any layout (the gradient of a sum has strides of 0), as DeepSpeed allows.
+    rows = rows.contiguous()
+    payload = rows if codec is None else codec.encode(rows)
     received_rows = payload.shape[0] if receive_splits is None else sum(receive_splits)
     received = torch.empty(received_rows, payload.shape[1], dtype=payload.dtype, device=payload.device)
     dist.all_to_all_single(received, payload, receive_splits, send_splits, group=group)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
@@ -142,6 +143,17 @@ def _set_keys(block: AllToAllConfig | ExpertsConfig) -> dict[str, str]:
     return {key: value for key, value in block.model_dump().items() if value is not None}
 
 
+def has_block(ds_config: dict) -> bool:
+    """Whether the DeepSpeed configuration has a `ds_fp4` key.
+
+    Raises `ConfigError` for a key that differs from it in case and punctuation only, which DeepSpeed would ignore.
+    """
+    for key in ds_config:
+        if key != BLOCK and re.sub(r"[^a-z0-9]", "", str(key).lower()) == "dsfp4":
+            raise ConfigError(f'{key}: unknown key; did you mean "{BLOCK}"?')
+    return BLOCK in ds_config
+
+
 def parse_block(block: Any) -> DsFp4Config:
     """Validate the raw value of the `ds_fp4` key.
 
@@ -212,31 +224,46 @@ class ResolvedConfig:
         config: the validated block.
         layer_names: module names of every MoE layer, in the model's order.
 
-    Raises `ConfigError` for a pattern in `layers` that matches no MoE layer.
+    Raises `ConfigError` for a pattern in `layers` that decides for no MoE layer: it matches none, or earlier patterns
+    come first wherever it does.
     """
 
     def __init__(self, config: DsFp4Config, layer_names: list[str]) -> None:
         self.config = config
+        deciding = {_first_match(config, name) for name in layer_names}
         for pattern in config.layers:
-            if layer_names and not any(fnmatch.fnmatchcase(name, pattern) for name in layer_names):
+            if not layer_names or pattern in deciding:
+                continue
+            matched = [name for name in layer_names if fnmatch.fnmatchcase(name, pattern)]
+            if not matched:
                 raise ConfigError(
                     f"{BLOCK}.layers.{pattern}: matches none of the model's MoE layers: {', '.join(layer_names)}"
                 )
+            earlier = dict.fromkeys(f'"{_first_match(config, name)}"' for name in matched)
+            raise ConfigError(
+                f"{BLOCK}.layers.{pattern}: has no effect, because {', '.join(earlier)} above it matches the same "
+                "layers and the first match decides. Put the narrower pattern first"
+            )
         self.recipes = {name: layer_recipe(config, name) for name in layer_names}
+
+
+def _first_match(config: DsFp4Config, name: str) -> str | None:
+    """The pattern in `layers` that decides for the MoE layer called `name`."""
+    return next((pattern for pattern in config.layers if fnmatch.fnmatchcase(name, pattern)), None)
 
 
 def layer_recipe(config: DsFp4Config, name: str) -> LayerRecipe:
     """The recipe of the MoE layer called `name`: the block's, or that of the first matching pattern in `layers`."""
     keys = {**PRESETS[config.recipe], **_set_keys(config.all_to_all), **_set_keys(config.experts)}
     rounding = config.scale_rounding
-    for pattern, override in config.layers.items():
-        if fnmatch.fnmatchcase(name, pattern):
-            # Another recipe starts afresh: keys that were set for the block's recipe say nothing about this one.
-            if override.recipe is not None:
-                keys = dict(PRESETS[override.recipe])
-            keys.update(_set_keys(override.all_to_all), **_set_keys(override.experts))
-            rounding = override.scale_rounding or rounding
-            break
+    pattern = _first_match(config, name)
+    if pattern is not None:
+        override = config.layers[pattern]
+        # Another recipe starts afresh: keys that were set for the block's recipe say nothing about this one.
+        if override.recipe is not None:
+            keys = dict(PRESETS[override.recipe])
+        keys.update(_set_keys(override.all_to_all), **_set_keys(override.experts))
+        rounding = override.scale_rounding or rounding
     return LayerRecipe(scale_rounding=rounding, **keys)
 
 

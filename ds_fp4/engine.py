@@ -23,7 +23,7 @@ from deepspeed.utils import logger
 
 from ds_fp4 import compat
 from ds_fp4.all_to_all import make_legs
-from ds_fp4.config import BLOCK, ConfigError, DsFp4Config, LayerRecipe, ResolvedConfig, flatten, parse_block
+from ds_fp4.config import BLOCK, ConfigError, DsFp4Config, LayerRecipe, ResolvedConfig, flatten, has_block, parse_block
 from ds_fp4.integrations import autoep, checkpointing, classic
 from ds_fp4.integrations.layers import MoELayer
 from ds_fp4.integrations.seam import restore_class, swap_class
@@ -101,7 +101,7 @@ def make_plan(
 
     Raises ConfigError for the block, RuntimeError for versions and kernels.
     """
-    if BLOCK not in ds_config:
+    if not has_block(ds_config):
         return None
     config = parse_block(ds_config[BLOCK])
     announcement.block = flatten(config)

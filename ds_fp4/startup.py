@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch.distributed as torch_dist
@@ -88,8 +88,24 @@ def agree(mine: Announcement) -> None:
     rank, world = torch_dist.get_rank(), torch_dist.get_world_size()
     prefix = f"{BLOCK}/start/{engine}"
     keys = [f"{prefix}/{peer}" for peer in range(world)]
+    try:
+        timeout = start_timeout()
+    except ValueError as error:
+        # The other ranks have to hear of it too.
+        mine.error, timeout = mine.error or str(error), DEFAULT_TIMEOUT_S
+    try:
+        verdict = _exchange(store, mine, rank, keys, prefix, timeout)
+    except torch_dist.DistError as error:
+        raise StartError(
+            f"{BLOCK}: the process group's key-value store cannot be reached ({error}). Rank 0 usually hosts it and "
+            "has probably died: its own log says why."
+        ) from error
+    _raise_unless_agreed(verdict)
+
+
+def _exchange(store: Any, mine: Announcement, rank: int, keys: list[str], prefix: str, timeout: float) -> str | None:
+    """Announce, wait for the others, and return the verdict that all ranks share."""
     verdict_key, read_key = f"{prefix}/verdict", f"{prefix}/read"
-    timeout = start_timeout()
     store.set(keys[rank], json.dumps(asdict(mine)))
     if rank == 0:
         _wait(store, keys, timeout)
@@ -106,11 +122,17 @@ def agree(mine: Announcement) -> None:
     else:
         # Rank 0 itself is missing, so nobody judges for us.
         verdict = judge(_collect(store, keys), timeout)
-    _raise_unless_agreed(verdict)
+    return verdict
 
 
 def _collect(store: Any, keys: list[str]) -> list[Announcement | None]:
-    return [Announcement(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]
+    return [read_announcement(store.get(key)) if store.check([key]) else None for key in keys]
+
+
+def read_announcement(text: str | bytes) -> Announcement:
+    """What a rank announced; one with another version of ds_fp4 may announce more, which is judged by its version."""
+    known = {each.name for each in fields(Announcement)}
+    return Announcement(**{key: value for key, value in json.loads(text).items() if key in known})
 
 
 def _poll(done: Callable[[], bool], timeout: float, remind: Callable[[], None] | None = None) -> bool:

@@ -51,7 +51,7 @@ def train(args: argparse.Namespace, corpus: Corpus, device: torch.device, recipe
     }
     if args.init_from:
         initialize_from(engine, args.init_from)
-    step = resume(engine, checkpoints, data_state) if args.resume else 0
+    step = resume(engine, checkpoints, data_state, args.steps) if args.resume else 0
     if rank == 0:
         truncate_metrics(metrics_path, step if args.resume else -1)
     metrics = MetricsFile(metrics_path if rank == 0 else None)
@@ -132,8 +132,8 @@ def initialize_from(engine: deepspeed.DeepSpeedEngine, folder: Path) -> None:
         )
 
 
-def resume(engine: deepspeed.DeepSpeedEngine, checkpoints: Path, data_state: dict) -> int:
-    """Loads the last checkpoint and returns its step; refuses one whose data this run would not go on with."""
+def resume(engine: deepspeed.DeepSpeedEngine, checkpoints: Path, data_state: dict, last_step: int) -> int:
+    """Loads the last checkpoint and returns its step; refuses one that this run would not go on from."""
     path, state = engine.load_checkpoint(str(checkpoints))
     if path is None:
         raise RuntimeError(
@@ -146,4 +146,6 @@ def resume(engine: deepspeed.DeepSpeedEngine, checkpoints: Path, data_state: dic
     ]
     if changed:
         raise ValueError(f"--resume from {path}: the data would not continue where it stopped ({'; '.join(changed)}).")
+    if state["step"] > last_step:
+        raise ValueError(f"--resume from {path}: it is at step {state['step']}, past --steps {last_step}.")
     return state["step"]

@@ -30,7 +30,12 @@ def load_config(path: str, overrides: list[str] | None = None) -> PretrainedConf
             raise ValueError(
                 f"--model-args {override}: {path} has no key {key!r}. Its keys are: {', '.join(sorted(values))}."
             )
-        values[key] = json.loads(value)
+        try:
+            values[key] = json.loads(value)
+        except json.JSONDecodeError:
+            raise ValueError(
+                f"--model-args {override}: {value!r} is not a JSON value (text wants quotes: {key}='\"text\"')."
+            ) from None
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 

@@ -91,6 +91,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
             setattr(args, name, value)
     if args.compare and (args.config or args.resume or args.save_every):
         parser.error("--compare starts each entry anew: it takes no --config, --resume or --save-every.")
+    for name, least in (("steps", 1), ("seq_len", 1), ("eval_every", 0), ("save_every", 0)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}.")
+    if args.seeds and len(set(args.seeds)) < len(args.seeds):
+        parser.error(f"--seeds {' '.join(map(str, args.seeds))}: the seeds must differ.")
     if args.seeds and not args.compare:
         parser.error("--seeds belongs to --compare; a single run takes --seed.")
     return args

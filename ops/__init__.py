@@ -3,6 +3,8 @@
 """Conversions between BF16 (FP16, FP32), MXFP4 and FP8, the same for host tensors and CUDA tensors, bit for bit.
 
     conversions   the calls: checks, outputs, then the reference or a kernel
+    fused         calls that fuse an activation, a gather or a sum with conversions
+    routing       which token goes where, and back
     kernels       what each CUDA kernel is launched with
     backends      which way of compiling them is in use: `builder` (nvcc) or `nvrtc` (CuPy)
     cache         where compiled kernels are kept, safely for many processes and nodes
@@ -26,11 +28,21 @@ from ds_fp4.ops.conversions import (
     split_weight_gradient,
     weight_to_fp8,
 )
+from ds_fp4.ops.fused import combine_rows, gather_rows, swiglu_backward, swiglu_forward
+from ds_fp4.ops.routing import (
+    gather_gradients,
+    pack_routing,
+    plan_receive,
+    plan_send,
+    return_gradients,
+    routing_bytes,
+)
 
 __all__ = [
     "bf16_to_fp4_row",
     "bf16_to_fp8_row",
     "bf16_to_fp8_row_and_col",
+    "combine_rows",
     "describe_kernels",
     "fp4_row_to_bf16",
     "fp4_row_to_fp8_col",
@@ -39,7 +51,16 @@ __all__ = [
     "fp8_row_to_fp4_row",
     "fp8_row_to_fp8_col",
     "fp8_row_to_fp8_row",
+    "gather_gradients",
+    "gather_rows",
     "load_kernels",
+    "pack_routing",
+    "plan_receive",
+    "plan_send",
+    "return_gradients",
+    "routing_bytes",
     "split_weight_gradient",
+    "swiglu_backward",
+    "swiglu_forward",
     "weight_to_fp8",
 ]

@@ -36,7 +36,7 @@ _environment_lock = threading.Lock()
 
 
 class FP4Builder(CUDAOpBuilder):
-    """Builds and loads the module over csrc/binding.cpp and csrc/kernels.cu."""
+    """Builds and loads the module over csrc/binding.cpp, csrc/kernels.cu and csrc/fused_kernels.cu."""
 
     BUILD_VAR = "DS_BUILD_FP4"
     NAME = "fp4"
@@ -52,7 +52,7 @@ class FP4Builder(CUDAOpBuilder):
         return "ds_fp4.ops.fp4_kernels"
 
     def sources(self) -> list[str]:
-        return [str(self._kernels.CSRC / name) for name in ("binding.cpp", "kernels.cu")]
+        return [str(self._kernels.CSRC / name) for name in ("binding.cpp", "kernels.cu", "fused_kernels.cu")]
 
     def include_paths(self) -> list[str]:
         return [str(self._kernels.CSRC)]

@@ -80,16 +80,16 @@ def get(name: str, build: Callable[[Path], Path]) -> Path:
         BuildError: if the build fails here, or failed in another process while this one waited for it.
     """
     wanted = folder() / name
-    if wanted.exists():
+    if os.path.exists(wanted):
         return wanted
     try:
         return _get_in(wanted, build)
     except _Unusable as reason:
         local = host_folder() / name
-        if not local.exists():
+        if not os.path.exists(local):
             notice = f"ds_fp4: {reason}; building in {local.parent} instead. Set {CACHE_ENV} to change that."
             print(notice, file=sys.stderr, flush=True)
-        return local if local.exists() else _get_in(local, build)
+        return local if os.path.exists(local) else _get_in(local, build)
 
 
 def _get_in(wanted: Path, build: Callable[[Path], Path]) -> Path:
@@ -156,7 +156,7 @@ def _locked(wanted: Path) -> Iterator[bool]:
                 if error.errno in _NO_FLOCK:
                     raise _Unusable(f"{wanted.parent} is on a file system without locks ({error.strerror})") from error
                 raise
-            if wanted.exists():
+            if os.path.exists(wanted):
                 yield True
                 return
             if not noticed and time.monotonic() - start >= NOTICE_AFTER_S:
@@ -165,7 +165,7 @@ def _locked(wanted: Path) -> Iterator[bool]:
                 builder = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}"
                 print(f"ds_fp4: waiting for {builder}, which builds {wanted}", file=sys.stderr, flush=True)
             time.sleep(POLL_S)
-        if wanted.exists():
+        if os.path.exists(wanted):
             yield True
             return
         with contextlib.suppress(OSError):  # only for the notice above

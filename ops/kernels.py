@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,13 +58,16 @@ class Kernel:
         name: of the header, the function and the call.
         params: fields of struct <name>_params, in order, each 64 bits wide.
         instantiations: template arguments, as text.
-        tile: what a warp (row kernels) or a block (column kernels) takes at a time: rows, values.
+        tile: what a warp (row kernels) or a block (column kernels) takes at a time: rows, values; None where the call
+            works out its own grid.
+        shared_bytes: of dynamic shared memory.
     """
 
     name: str
     params: tuple[str, ...]
     instantiations: tuple[str, ...]
-    tile: tuple[int, int]
+    tile: tuple[int, int] | None = None
+    shared_bytes: int = 0
 
     @functools.cached_property
     def packing(self) -> struct.Struct:
@@ -91,6 +95,99 @@ def _quad_kernel(name: str, instantiations: tuple[str, ...], *params: str) -> Ke
 def _column_kernel(name: str, instantiations: tuple[str, ...], columns: int, *params: str) -> Kernel:
     return Kernel(name, (*COLUMNS, *params), instantiations, (TILE_TOKENS, columns))
 
+
+# ---- fused_kernels.cu ----
+
+CHUNK_VALUES = 512  # kChunkValues, csrc/stored_rows.cuh
+GATHER_UNITS = 4 * THREADS  # kGatherSteps, csrc/gather_rows.cuh
+_ACTIVATIONS = ("Swiglu", "SwigluClamped", "SwigluOai", "GegluTanh")
+_STORED_ROWS = ("Bf16Rows", "Mxfp4Rows", "Fp8Rows")
+
+_FUSED_KERNELS = (
+    Kernel(
+        "swiglu_forward",
+        (
+            "rows", "width", "chunks_a_row", "gate_up", "gate_up_stride", "weights", "alpha", "limit", "q", "q_stride",
+            "scales", "scales_stride", "scales_group_stride", "lowest_scale", "saved", "saved_stride", "saved_scales",
+            "saved_scales_stride", "rounding",
+        ),
+        tuple(f"{a}, {saved}" for a in _ACTIVATIONS for saved in ("Mxfp4Rows", "Fp8Rows", "NoRows")),
+    ),
+    Kernel(
+        "swiglu_backward",
+        (
+            "rows", "width", "group_sizes", "groups", "padded_input", "tiles", "dh", "dh_stride", "weights", "gate_up",
+            "gate_up_stride", "up_offset", "gate_up_scales", "gate_up_scales_stride", "up_scales_offset", "alpha",
+            "limit", "lowest_scale", "row", "row_stride", "row_scales", "row_scales_stride",
+            "row_scales_group_stride", "col", "col_scales", "col_scales_stride", "col_scales_tile_stride", "h_col",
+            "h_col_scales", "h_col_scales_stride", "h_col_scales_tile_stride", "partial",
+        ),
+        tuple(f"{a}, {saved}" for a in _ACTIVATIONS for saved in ("Mxfp4Rows", "Fp8Rows", "Bf16Rows")),
+        shared_bytes=59136,  # kSwigluBackwardSharedBytes
+    ),
+    Kernel("sum_partials", ("rows", "parts", "partial", "out"), ("8",)),
+    Kernel(
+        "gather_rows",
+        ("rows", "row_units", "input_rows", "index", "records", "records_stride", "out", "out_stride"),
+        ("16", "4", "1"),
+    ),
+    Kernel(
+        "combine_rows",
+        (
+            "rows", "width", "chunks_a_row", "input_rows", "offsets", "list_entries", "indices", "weights", "x",
+            "x_stride", "x_scales", "x_scales_stride", "x_scale_bytes", "out", "out_stride", "out_scales",
+            "out_scales_stride", "out_scale_bytes", "rounding",
+        ),
+        tuple(
+            f"{rows}, {out}, {weighted}, {vector}"
+            for rows, out, weighted, vector in itertools.product(
+                _STORED_ROWS, _STORED_ROWS, ("false", "true"), ("true", "false")
+            )
+        ),
+    ),
+)  # fmt: skip
+
+_SEND_IDS = ("SendIds4", "SendIds8")
+
+_ROUTING_KERNELS = (
+    Kernel(
+        "route_count",
+        ("rows", "k", "ids", "ids_stride", "local_experts", "experts", "counts_a_block", "counts"),
+        (*_SEND_IDS, "ReceivedIds"),
+    ),
+    Kernel(
+        "route_send",
+        (
+            "rows", "k", "ids", "ids_stride", "local_experts", "ranks", "counts", "tokens", "most_records", "records",
+            "table",
+        ),
+        _SEND_IDS,
+    ),
+    Kernel(
+        "route_receive",
+        (
+            "rows", "k", "ids", "weights", "stride", "local_experts", "counts", "padded_rows", "order", "row_weights",
+            "m_indices", "group_sizes", "padded_offsets", "places",
+        ),
+        ("128",),
+    ),
+    Kernel(
+        "pack_routing",
+        (
+            "rows", "k", "ids", "ids_stride", "scores", "scores_stride", "local_experts", "tokens", "records",
+            "weights_out", "ids_out", "out_stride",
+        ),
+        _SEND_IDS,
+    ),
+    Kernel("gather_gradients", ("rows", "k", "gradients", "places", "out", "out_stride"), ("1",)),
+    Kernel(
+        "return_gradients",
+        ("rows", "k", "ids", "ids_stride", "local_experts", "records", "gradients", "gradients_stride", "out"),
+        _SEND_IDS,
+    ),
+)  # fmt: skip
+
+# ---- all ----
 
 KERNELS: Mapping[str, Kernel] = {
     kernel.name: kernel
@@ -132,6 +229,8 @@ KERNELS: Mapping[str, Kernel] = {
             ("",),
             (1, 8192),
         ),
+        *_FUSED_KERNELS,
+        *_ROUTING_KERNELS,
     )
 }  # fmt: skip
 
@@ -148,7 +247,7 @@ def sources_hash() -> str:
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -164,7 +263,7 @@ def _below_2_31(name: str, value: int) -> int:
     return value
 
 
-def _aligned(t: torch.Tensor, unit_bytes: int) -> bool:
+def aligned(t: torch.Tensor, unit_bytes: int) -> bool:
     """Whether every unit of `unit_bytes` of every row may be accessed whole (in pieces of 16 bytes at most)."""
     alignment = min(unit_bytes, 16)
     return t.data_ptr() % alignment == 0 and (t.dim() == 1 or t.shape[0] <= 1 or row_stride(t) % alignment == 0)
@@ -189,13 +288,13 @@ def _addresses(values: dict[str, int], units: Mapping[str, tuple[torch.Tensor, i
         values[parameter] = tensor.data_ptr()
         if tensor.dim() > 1:
             values[f"{parameter}_stride"] = row_stride(tensor)
-        vector = vector and _aligned(tensor, unit_bytes)
+        vector = vector and aligned(tensor, unit_bytes)
     return vector
 
 
 def grid_for(threads: int, device: int) -> int:
     """Blocks for a kernel that goes over its work in grid strides."""
-    return min(-(-threads // THREADS), _multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
+    return min(-(-threads // THREADS), multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
 
 
 def launch_rows(

@@ -22,6 +22,9 @@ from ds_fp4.ops.kernels import CSRC, THREADS, Kernel, sources_hash
 OPTIONS = ("--std=c++17", f"--include-path={CSRC}")
 NAMESPACE = "ds_fp4::"
 
+DEFAULT_SHARED_BYTES = 48 << 10  # what a block may have without asking
+_MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
 
 def _expression(kernel: Kernel, template: str) -> str:
     """The instantiation as C++ names it outside of the namespace."""
@@ -119,6 +122,8 @@ class NvrtcBackend:
                 self._modules.append(module)
                 for template, name in names.items():
                     function = self._driver.moduleGetFunction(module, name)
+                    if kernel.shared_bytes > DEFAULT_SHARED_BYTES:
+                        self._driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE, kernel.shared_bytes)
                     self._functions[device, kernel.name, template] = function
 
     def launch(self, kernel: Kernel, template: str, grid: int, params: bytes, stream: int) -> None:
@@ -129,7 +134,7 @@ class NvrtcBackend:
         try:
             self._driver.launchKernel(
                 self._functions[device, kernel.name, template],
-                grid, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(arguments), 0,
+                grid, 1, 1, THREADS, 1, 1, kernel.shared_bytes, stream, ctypes.addressof(arguments), 0,
             )  # fmt: skip
         except self._driver.CUDADriverError as error:
             raise RuntimeError(f"CUDA kernel {kernel.name}<{template}> could not be launched: {error}") from error

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 
 Run = Callable[[], object]
+# What a case makes: the call, the bytes it must move, and what to compare it with.
+Made = tuple[Run, int, Run | None]
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,15 @@ class Case:
     """A kernel at one shape.
 
     Attributes:
-        name: of the kernel, as `--only` matches it.
+        name: of the call, with what it is told apart by, as `--only` matches it.
         shapes: for people, "[32768, 7168]".
         make: given a CUDA device, makes random inputs and returns what to time, the bytes that must move (each input
             read once, each output written once) and what to compare it with, or None. Must not time anything itself.
+            Each call makes fresh tensors.
+        peer: what it is compared with, "torch eager", where that needs saying.
     """
 
     name: str
     shapes: str
-    make: Callable[[torch.device], tuple[Run, int, Run | None]]
+    make: Callable[[torch.device], Made]
+    peer: str = ""

@@ -106,7 +106,7 @@ def _row_case(name: str, device: torch.device, rows: int, k: int, compiled: bool
         run, out = _into(ops.fp4_row_to_fp8_row, packed, scales, scale_layout="gemm")
         return run, _nbytes(packed, scales, *out), peers.then(decode, peers.quantize_fp8)
     q, scales = _fp8(rows, k, device)
-    plain = q.contiguous().view(torch.float8_e4m3fn), formats.fp8_row_to_fp8_row(q, scales)[1]
+    plain = q.contiguous().view(torch.float8_e4m3fn), ops.fp8_row_to_fp8_row(q, scales)[1]
     decode = peers.decode_fp8(*plain)
     if name == "fp8_row_to_bf16":
         run, out = _into(ops.fp8_row_to_bf16, q, scales)
@@ -159,7 +159,7 @@ def _column_case(name: str, device: torch.device, rows: int, k: int, groups: int
         decode = peers.decode_fp4(source[0].contiguous(), source[1].contiguous()) if compiled else None
     elif name == "fp8_row_to_fp8_col":
         source = _fp8(input_rows, k, device)
-        plain = source[0].contiguous().view(torch.float8_e4m3fn), formats.fp8_row_to_fp8_row(*source)[1]
+        plain = source[0].contiguous().view(torch.float8_e4m3fn), ops.fp8_row_to_fp8_row(*source)[1]
         decode = peers.decode_fp8(*plain)
     else:
         source = [_values(input_rows, k, device)]

@@ -28,8 +28,8 @@ def _verdict(check) -> str:
     return "supported"
 
 
-def lines() -> list[str]:
-    """The report, a line an item."""
+def lines(obstacle: Exception | None = None) -> list[str]:
+    """The report, a line an item; `obstacle` is why the kernels cannot be loaded."""
     report = [
         f"ds_fp4        {__version__}",
         f"python        {sys.version.split()[0]}",
@@ -47,17 +47,18 @@ def lines() -> list[str]:
             )
     else:
         report.append("device        CPU: conversions run in plain PyTorch (ds_fp4.formats)")
-    report.append(f"kernels       {ops.describe_kernels()}")
+    report.append(f"kernels       {ops.describe_kernels() if obstacle is None else f'CANNOT BE LOADED: {obstacle}'}")
     return report
 
 
 def main() -> int:
     """Print the report; the status is 1 if CUDA devices are there and kernels cannot be loaded."""
-    print("\n".join(lines()))
+    obstacle = None
     if torch.cuda.is_available():
+        # First, so that the report names what is in use and not what would be tried.
         try:
             ops.load_kernels()
         except RuntimeError as error:
-            print(f"kernels cannot be loaded: {error}", file=sys.stderr)
-            return 1
-    return 0
+            obstacle = error
+    print("\n".join(lines(obstacle)))
+    return 0 if obstacle is None else 1

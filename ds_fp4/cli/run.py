@@ -3,6 +3,7 @@
 """`ds-fp4 run`: the `deepspeed` launcher for a script that does not import ds_fp4 itself.
 
     ds-fp4 run [options of the deepspeed launcher] train.py [options of train.py]
+    ds-fp4 run [options of the deepspeed launcher] -m package.train [its options]
 
 In a process that torchrun, mpirun or another launcher started, the script runs in that process:
 
@@ -12,13 +13,14 @@ In a process that torchrun, mpirun or another launcher started, the script runs 
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
 from ds_fp4.cli import run_script
 
-# Set by torchrun and the deepspeed launcher, Open MPI, and MPICH or Intel MPI.
-_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# Set by torchrun and the deepspeed launcher, Open MPI, MPICH or Intel MPI, and srun --mpi=pmix.
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 def launched() -> bool:
@@ -30,16 +32,36 @@ def launcher_arguments(argv: list[str]) -> list[str]:
     """Arguments that make the deepspeed launcher start `ds_fp4.cli.run_script` on the user's script."""
     from deepspeed.launcher.runner import parse_args
 
-    parsed = parse_args(argv)
-    options = argv[: len(argv) - len(parsed.user_args) - 1]
+    words = list(argv)
+    if "-m" in words:
+        # The launcher spells it --module. Behind the script it is an option of the script.
+        at = words.index("-m")
+        spelled_out = [*words[:at], "--module", *words[at + 1 :]]
+        if _script_index(spelled_out, parse_args(spelled_out)) > at:
+            words = spelled_out
+    parsed = parse_args(words)
+    at = _script_index(words, parsed)
     if parsed.no_python:
         raise SystemExit(
             "ds-fp4 run: --no_python starts something that is not Python, where ds_fp4 cannot be imported; "
             "leave it out"
         )
     script = ["-m", parsed.user_script] if parsed.module else [parsed.user_script]
-    options = [option for option in options if option != "--module"]
-    return [*options, "--module", run_script.__name__, *script, *parsed.user_args]
+    options = [option for option in words[:at] if option not in ("--module", "--")]
+    return [*options, "--module", run_script.__name__, *script, *words[at + 1 :]]
+
+
+def _script_index(words: list[str], parsed: argparse.Namespace) -> int:
+    """Where in `words` the script is. Some versions of argparse drop a "--" from what follows it."""
+
+    def essential(arguments: list[str]) -> list[str]:
+        return [word for word in arguments if word != "--"]
+
+    return next(
+        at
+        for at, word in enumerate(words)
+        if word == parsed.user_script and essential(words[at + 1 :]) == essential(parsed.user_args)
+    )
 
 
 def main(argv: list[str]) -> int:

@@ -17,14 +17,21 @@ def main(argv: list[str]) -> None:
     launcher_words = []
     while words and words[0].startswith("--local_rank"):
         launcher_words.append(words.pop(0))
-    as_module = bool(words) and words[0] == "-m"
+    as_module = bool(words) and words[0] in ("-m", "--module")
     if as_module:
         words.pop(0)
     if not words:
         raise SystemExit("ds-fp4 run: no script given; expected ds-fp4 run [launcher options] train.py [its options]")
     target, *rest = words
+    if target.startswith("-"):
+        raise SystemExit(
+            f"ds-fp4 run: expected a script, got {target}. A launcher has already started this process (RANK or an "
+            "MPI rank is set), so that it takes no launcher options: ds-fp4 run train.py [its options]"
+        )
     sys.argv = [target, *launcher_words, *rest]
     if as_module:
+        # As `python -m` does.
+        sys.path.insert(0, os.getcwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)
         return
     if not os.path.isfile(target):

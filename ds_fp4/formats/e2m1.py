@@ -47,8 +47,9 @@ def encode_scaled(scaled: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """uint8 [..., K / 2] of codes (uint8 [..., K], contiguous), the even index in the low nibble."""
-    pairs = codes.view(torch.int16)  # little endian: the even code is the low byte
-    return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8)
+    # Flat, because a single row is contiguous whatever its row stride, and an odd one cannot be viewed in pairs.
+    pairs = codes.view(-1).view(torch.int16)  # little endian: the even code is the low byte
+    return (pairs >> 4).bitwise_or_(pairs).to(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 def byte_values() -> torch.Tensor:

@@ -26,6 +26,7 @@ using uint16 = unsigned short;
 using uint32 = unsigned int;
 using int32 = int;
 using int64 = long long;
+using uint64 = unsigned long long;
 
 constexpr uint32 kMagnitudeMask = 0x7FFFFFFFu;
 constexpr uint32 kInfinityBits = 0x7F800000u;

@@ -240,6 +240,17 @@ DS_FP4_HD uint32 decode_e4m3x2_on_bits(uint32 codes) {
     return Fp16::fma(((bytes & 0x7F007F00u) >> 1) | (bytes & 0x80008000u), Fp16::splat(256.0f), 0x80008000u);
 }
 
+// Two codes (in the low half) as FP16 values.
+DS_FP4_HD uint32 decode_e4m3x2(uint32 codes) {
+#if DS_FP4_ARCH >= 890
+    uint32 value;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(value) : "h"(static_cast<uint16>(codes)));
+    return value;
+#else
+    return decode_e4m3x2_on_bits(codes);
+#endif
+}
+
 // Four codes in a word as FP16 values, two a word.
 DS_FP4_HD void decode_e4m3x4(uint32 codes, uint32& low, uint32& high) {
 #if DS_FP4_ARCH >= 890

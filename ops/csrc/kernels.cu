@@ -20,14 +20,7 @@
 #include "weight_to_fp8.cuh"
 
 namespace ds_fp4 {
-namespace {
 
-template <typename Params>
-KernelEntry entry(const char* name, void (*kernel)(Params)) {
-    return {name, reinterpret_cast<const void*>(kernel), sizeof(Params)};
-}
-
-#define DS_FP4_ENTRY(...) entry(#__VA_ARGS__, &__VA_ARGS__)
 #define DS_FP4_ROW_KERNEL(kernel)                                                                          \
     DS_FP4_ENTRY(kernel<Bf16, true>), DS_FP4_ENTRY(kernel<Bf16, false>), DS_FP4_ENTRY(kernel<Fp16, true>), \
         DS_FP4_ENTRY(kernel<Fp16, false>), DS_FP4_ENTRY(kernel<Fp32, true>), DS_FP4_ENTRY(kernel<Fp32, false>)
@@ -36,17 +29,20 @@ KernelEntry entry(const char* name, void (*kernel)(Params)) {
     DS_FP4_ENTRY(kernel<true, true>), DS_FP4_ENTRY(kernel<true, false>), DS_FP4_ENTRY(kernel<false, true>), \
         DS_FP4_ENTRY(kernel<false, false>)
 
-}  // namespace
-
 const std::vector<KernelEntry>& kernel_table() {
-    static const std::vector<KernelEntry> table = {
-        DS_FP4_ROW_KERNEL(bf16_to_fp4_row),    DS_FP4_ROW_KERNEL(fp4_row_to_bf16),
-        DS_FP4_ROW_KERNEL(bf16_to_fp8_row),    DS_FP4_ROW_KERNEL(fp8_row_to_bf16),
-        DS_FP4_FP4_KERNEL(fp4_row_to_fp8_row), DS_FP4_FP8_KERNEL(fp8_row_to_fp4_row),
-        DS_FP4_FP8_KERNEL(fp8_row_to_fp8_row), DS_FP4_FP4_KERNEL(fp4_row_to_fp8_col),
-        DS_FP4_FP8_KERNEL(fp8_row_to_fp8_col), DS_FP4_ROW_KERNEL(bf16_to_fp8_row_and_col),
-        DS_FP4_ROW_KERNEL(weight_to_fp8),      DS_FP4_ENTRY(split_weight_gradient<>),
-    };
+    static const std::vector<KernelEntry> table = [] {
+        std::vector<KernelEntry> all = {
+            DS_FP4_ROW_KERNEL(bf16_to_fp4_row),    DS_FP4_ROW_KERNEL(fp4_row_to_bf16),
+            DS_FP4_ROW_KERNEL(bf16_to_fp8_row),    DS_FP4_ROW_KERNEL(fp8_row_to_bf16),
+            DS_FP4_FP4_KERNEL(fp4_row_to_fp8_row), DS_FP4_FP8_KERNEL(fp8_row_to_fp4_row),
+            DS_FP4_FP8_KERNEL(fp8_row_to_fp8_row), DS_FP4_FP4_KERNEL(fp4_row_to_fp8_col),
+            DS_FP4_FP8_KERNEL(fp8_row_to_fp8_col), DS_FP4_ROW_KERNEL(bf16_to_fp8_row_and_col),
+            DS_FP4_ROW_KERNEL(weight_to_fp8),      DS_FP4_ENTRY(split_weight_gradient<>),
+        };
+        const std::vector<KernelEntry> fused = fused_kernel_table();
+        all.insert(all.end(), fused.begin(), fused.end());
+        return all;
+    }();
     return table;
 }
 
@@ -62,14 +58,20 @@ std::string describe(cudaError_t error) {
 
 std::string load_kernel(const KernelEntry& kernel) {
     cudaFuncAttributes attributes;
-    return describe(cudaFuncGetAttributes(&attributes, kernel.function));
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel.function);
+    if (error != cudaSuccess || kernel.shared_bytes == 0) {
+        return describe(error);
+    }
+    // More than 48 KiB must be asked for.
+    const int bytes = static_cast<int>(kernel.shared_bytes);
+    return describe(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
 }
 
 std::string launch_kernel(const KernelEntry& kernel, unsigned grid, unsigned threads, const void* params,
                           void* stream) {
     void* arguments[] = {const_cast<void*>(params)};
-    return describe(
-        cudaLaunchKernel(kernel.function, dim3(grid), dim3(threads), arguments, 0, static_cast<cudaStream_t>(stream)));
+    return describe(cudaLaunchKernel(kernel.function, dim3(grid), dim3(threads), arguments, kernel.shared_bytes,
+                                     static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace ds_fp4

@@ -192,3 +192,26 @@ def _nonfinite(kind: str, value: float, leg: str) -> list[bool]:
 @pytest.mark.parametrize("leg", ("dispatch", "combine"))
 def test_nonfinite_values_reach_the_loss(kind, value, leg):
     assert run_ranks(2, _nonfinite, kind, value, leg) == [[True, False]] * 2
+
+
+def _odd_layouts(name: str) -> list[bool]:
+    import ds_fp4 as _  # noqa: F401
+    from ds_fp4.all_to_all import Leg, codec_all_to_all
+    from ds_fp4.codec import make_codec
+
+    codec = make_codec(name, 64, "even")
+    leg = Leg("dispatch", codec, codec)
+    rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)).t().requires_grad_()
+    same = []
+    for splits in (None, [2, 2]):
+        out = codec_all_to_all(rows, leg, None, splits, splits)
+        same.append(torch.equal(out, codec_all_to_all(rows.contiguous(), leg, None, splits, splits)))
+        rows.grad = None
+        out.sum().backward()  # a gradient with strides of 0
+        same.append(torch.equal(rows.grad, torch.ones(4, 64)))
+    return same
+
+
+@pytest.mark.parametrize("name", ("mxfp4", "fp8"))
+def test_rows_and_gradients_of_any_layout(name):
+    assert run_ranks(2, _odd_layouts, name) == [[True] * 4] * 2

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -73,6 +74,31 @@ def test_a_rank_that_never_imported_ds_fp4_is_named(absent):
     text = failure.value.errors[1 - absent]
     assert f"rank {absent} is missing: no announcement within 5 s" in text
     assert "ds-fp4 run" in text and "DS_FP4_START_TIMEOUT" in text
+
+
+def _rank_0_dies_while_rank_1_waits() -> None:
+    if torch.distributed.get_rank() == 0:
+        time.sleep(2)
+        os._exit(3)
+    raise RuntimeError(_start([MXFP4, MXFP4], [True, True]))
+
+
+def test_a_dead_rank_0_is_named():
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, _rank_0_dies_while_rank_1_waits, timeout=60)
+    assert "StartError: ds_fp4: the process group's key-value store cannot be reached" in failure.value.errors[1]
+    assert "Rank 0" in failure.value.errors[1]
+
+
+def _wrong_timeout_on_rank_1() -> str:
+    if torch.distributed.get_rank() == 1:
+        os.environ["DS_FP4_START_TIMEOUT"] = "soon"
+    return _start([MXFP4, MXFP4], [True, True])
+
+
+def test_a_wrong_timeout_on_one_rank_is_reported_everywhere():
+    for text in run_ranks(2, _wrong_timeout_on_rank_1):
+        assert "rank 1: DS_FP4_START_TIMEOUT='soon': expected a number of seconds above 0" in text
 
 
 def _start_and_reraise(blocks: list, importing: list[bool]) -> None:

@@ -52,6 +52,6 @@ class HostKernels:
     def replace(self, monkeypatch) -> None:
         """Let `ds_fp4.ops` treat host tensors as a GPU's."""
         monkeypatch.setattr(kernels, "launch", self.launch)
-        monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 1)
+        monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
         monkeypatch.setattr(kernels, "BLOCKS_PER_MULTIPROCESSOR", 2)  # so that warps take several tiles
         monkeypatch.setattr(conversions, "_on_gpu", lambda t: isinstance(t, torch.Tensor))

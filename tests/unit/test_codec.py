@@ -40,6 +40,14 @@ def test_fp8_records_decode_to_what_the_format_says(hidden, dtype):
 
 
 @pytest.mark.parametrize("name", ("mxfp4", "fp8"))
+@pytest.mark.parametrize("hidden", (128, 100))
+def test_one_row_of_any_row_stride(name, hidden):
+    row = torch.randn(hidden, 1).t()  # contiguous to torch, with a row stride of 1
+    codec = make_codec(name, hidden, "even")
+    assert torch.equal(codec.encode(row), codec.encode(row.clone(memory_format=torch.contiguous_format)))
+
+
+@pytest.mark.parametrize("name", ("mxfp4", "fp8"))
 def test_no_rows_and_padding(name):
     codec = make_codec(name, 100, "even")
     assert codec.encode(torch.empty(0, 100)).shape == (0, codec.record_bytes)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_fp4.config import LEGS, ConfigError, ResolvedConfig, flatten, layer_recipe, parse_block
+from ds_fp4.config import LEGS, ConfigError, ResolvedConfig, flatten, has_block, layer_recipe, parse_block
 
 DESIGN_BLOCK = {
     "enabled": True,
@@ -133,6 +133,19 @@ def test_a_pattern_without_a_match_is_refused():
     config = parse_block({"enabled": True, "layers": {"model.layer.*": "bf16"}})
     with pytest.raises(ConfigError, match="matches none of the model's MoE layers: model.layers.0.mlp"):
         ResolvedConfig(config, ["model.layers.0.mlp"])
+
+
+def test_a_pattern_behind_a_wider_one_is_refused():
+    config = parse_block({"enabled": True, "layers": {"*": "bf16", "model.layers.0.*": "fp8"}})
+    with pytest.raises(ConfigError, match=r'ds_fp4.layers.model.layers.0.\*: has no effect, because "\*" above it'):
+        ResolvedConfig(config, ["model.layers.0.mlp", "model.layers.1.mlp"])
+
+
+@pytest.mark.parametrize("key", ("ds-fp4", "DS_FP4", "dsfp4"))
+def test_a_block_under_a_similar_name_is_refused(key):
+    assert has_block({"ds_fp4": {}}) and not has_block({"bf16": {}})
+    with pytest.raises(ConfigError, match=f'{key}: unknown key; did you mean "ds_fp4"'):
+        has_block({key: {"enabled": True}})
 
 
 def test_flatten_expands_presets_and_keeps_the_order_of_patterns():

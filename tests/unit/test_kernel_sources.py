@@ -272,12 +272,17 @@ def test_largest_code_of_16(host):
 # ---- the sources under nvcc ----
 
 
+CUDA_SOURCES = ("kernels.cu", "fused_kernels.cu")
+
+
 @needs_nvcc
 def test_no_kernel_spills_on_hopper(tmp_path):
     target = ["-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-o", str(tmp_path / "kernels.cubin")]
     flags = [*kernels.NVCC_FLAGS, *target, "-Xptxas", "-v", "-Werror", "all-warnings"]
-    command = [_nvcc(), *flags, str(CSRC / "kernels.cu")]
-    report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    report = ""
+    for source in CUDA_SOURCES:
+        command = [_nvcc(), *flags, str(CSRC / source)]
+        report += subprocess.run(command, check=True, capture_output=True, text=True).stderr
     compiled = re.findall(r"Compiling entry function '(\w+)'", report)
     assert len(compiled) == sum(len(kernel.instantiations) for kernel in kernels.KERNELS.values())
     usage = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
@@ -289,18 +294,21 @@ def test_no_kernel_spills_on_hopper(tmp_path):
 
 
 @needs_nvcc
+@pytest.mark.parametrize("source", CUDA_SOURCES)
 @pytest.mark.parametrize("arch", ["80", "89", "100"])
-def test_other_architectures_compile(tmp_path, arch):
+def test_other_architectures_compile(tmp_path, arch, source):
     flags = [*kernels.NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}"]
-    subprocess.run([_nvcc(), *flags, "-cubin", str(CSRC / "kernels.cu"), "-o", str(tmp_path / "k.cubin")], check=True)
+    subprocess.run([_nvcc(), *flags, "-cubin", str(CSRC / source), "-o", str(tmp_path / "k.cubin")], check=True)
 
 
 @needs_nvcc
 def test_accesses_are_wide_and_arithmetic_keeps_subnormals(tmp_path):
-    ptx = tmp_path / "kernels.ptx"
-    flags = [*kernels.NVCC_FLAGS, "-arch=compute_90a", "-ptx", "-o", str(ptx)]
-    subprocess.run([_nvcc(), *flags, str(CSRC / "kernels.cu")], check=True)
-    bodies = re.split(r"\.visible \.entry ", ptx.read_text())[1:]
+    bodies = []
+    for source in CUDA_SOURCES:
+        ptx = tmp_path / f"{source}.ptx"
+        flags = [*kernels.NVCC_FLAGS, "-arch=compute_90a", "-ptx", "-o", str(ptx)]
+        subprocess.run([_nvcc(), *flags, str(CSRC / source)], check=True)
+        bodies += re.split(r"\.visible \.entry ", ptx.read_text())[1:]
     # The wide side of each kernel's vector path. Column kernels load words: a warp's are 128 bytes of one row.
     loads = {
         "bf16_to_fp4_row": "ld.global.nc.v4",
@@ -319,13 +327,20 @@ def test_accesses_are_wide_and_arithmetic_keeps_subnormals(tmp_path):
         "weight_to_fp8": "st.global.v4",
         "split_weight_gradient": "st.global.v4",
     }
+    always = {  # kernels without a path for rows that are not aligned
+        "swiglu_forward": ("ld.global.nc.v4", "st.global.v2"),
+        "swiglu_backward": ("ld.global.nc.v4", "st.global.v4"),
+    }
     for body in bodies:
         name = re.match(r"\w+", body).group()
         kernel = next(kernel for kernel in kernels.KERNELS if f"{len(kernel)}{kernel}I" in name)
+        assert all(access in body for access in always.get(kernel, ())), name
         if "Lb1EE" in name or "IJEE" in name:  # the vector path
             assert loads.get(kernel, "") in body and stores.get(kernel, "") in body, name
         assert ".local" not in body, name
-        assert ".ftz" not in body, name
+        # Of an activation's sigmoid alone, where what is flushed is added to 1.
+        assert ".ftz" not in re.sub(r"(ex2|rcp)\.approx\.ftz", "", body), name
+        assert not re.search(r"\bdiv\.(?![us])", body), name
 
 
 # ---- the sources under NVRTC ----
@@ -346,6 +361,12 @@ def test_nvrtc_compiles_every_instantiation(name):
 def test_parameter_tables_match_the_headers():
     for name, kernel in kernels.KERNELS.items():
         assert kernel.params == _fields((CSRC / f"{name}.cuh").read_text(), f"{name}_params"), name
+
+
+def test_dynamic_shared_memory_matches_the_headers():
+    for name, kernel in kernels.KERNELS.items():
+        stated = re.search(r"constexpr int k\w+SharedBytes = (\d+);", (CSRC / f"{name}.cuh").read_text())
+        assert kernel.shared_bytes == (int(stated.group(1)) if stated else 0), name
 
 
 def _fields(header: str, struct: str) -> tuple[str, ...]:

@@ -206,6 +206,26 @@ def test_folder_that_cannot_be_written(work, monkeypatch, capsys):
     assert cache.CACHE_ENV in capsys.readouterr().err
 
 
+def test_folder_that_cannot_be_entered(work, monkeypatch, capsys):
+    folder, host = work / "cache", work / "host"
+    host.mkdir()
+    monkeypatch.setattr(cache, "host_folder", lambda: host)
+
+    def denying(real):
+        # By hand: the permissions of files do not hold for root.
+        def call(path, *args, **kwargs):
+            if not isinstance(path, int) and str(path).startswith(str(folder)):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return real(path, *args, **kwargs)
+
+        return call
+
+    for name in ("stat", "mkdir", "open"):
+        monkeypatch.setattr(os, name, denying(getattr(os, name)))
+    assert cache.get("k-1.so", _artifact) == host / "k-1.so"
+    assert f"cannot write to {folder}" in capsys.readouterr().err
+
+
 def test_host_folder_is_private(monkeypatch, tmp_path):
     monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
     first = cache.host_folder()
@@ -410,7 +430,7 @@ def test_what_an_install_builds(work, cuda_torch):
     assert output, errors
     name, sources, flags = json.loads(output)
     assert name == "ds_fp4.ops.fp4_kernels"
-    assert sorted(sources) == ["ops/csrc/binding.cpp", "ops/csrc/kernels.cu"]
+    assert sorted(sources) == ["ops/csrc/binding.cpp", "ops/csrc/fused_kernels.cu", "ops/csrc/kernels.cu"]
     assert "-gencode=arch=compute_90a,code=sm_90a" in flags
     assert "--use_fast_math" not in flags
 

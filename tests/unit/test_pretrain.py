@@ -177,6 +177,8 @@ def test_model_arguments():
     assert model.load_config(path, ["num_hidden_layers=2", "tie_word_embeddings=true"]).num_hidden_layers == 2
     with pytest.raises(ValueError, match="has no key 'num_layers'"):
         model.load_config(path, ["num_layers=2"])
+    with pytest.raises(ValueError, match="--model-args hidden_act=gelu: 'gelu' is not a JSON value"):
+        model.load_config(path, ["hidden_act=gelu"])
 
 
 def test_a_model_without_experts_is_refused(tmp_path):
@@ -382,3 +384,20 @@ def test_command_line():
         parse_args(["--compare", "bf16", "--resume"])
     with pytest.raises(SystemExit):
         parse_args(["--seeds", "1", "2"])
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--seq-len", "0"], "--seq-len must be at least 1, got 0"),
+        (["--save-every", "-1"], "--save-every must be at least 0, got -1"),
+        (["--compare", "bf16", "--seeds", "1", "1"], "--seeds 1 1: the seeds must differ"),
+    ],
+)
+def test_a_wrong_command_line(words, message, capsys):
+    from launch.pretrain import parse_args
+
+    with pytest.raises(SystemExit):
+        parse_args(words)
+    assert message in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 
 from ds_fp4 import compat
 from ds_fp4.config import flatten, parse_block
-from ds_fp4.startup import Announcement, judge, start_timeout
+from ds_fp4.startup import Announcement, judge, read_announcement, start_timeout
 from ds_fp4.summary import shorten
 
 
@@ -34,6 +34,11 @@ def test_each_difference_is_a_line_with_values_and_ranks():
 
 def test_versions_must_match():
     assert 'version of ds_fp4: "1" on rank 0; "2" on rank 1' in judge([_announce(ON), _announce(ON, version="2")])
+
+
+def test_an_announcement_of_another_version_can_be_read():
+    other = read_announcement('{"version": "2", "block": {"ds_fp4.enabled": true}, "moe_layers": 2, "more": 1}')
+    assert 'version of ds_fp4: "1" on rank 0; "2" on rank 1' in judge([_announce(ON), other])
 
 
 def test_errors_come_before_differences_and_are_grouped():

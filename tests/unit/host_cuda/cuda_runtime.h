@@ -281,6 +281,10 @@ struct cudaFuncAttributes {};
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) {
     return cudaSuccess;
 }
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
+    return cudaSuccess;
+}
 inline cudaError_t cudaGetLastError() {
     return cudaSuccess;
 }

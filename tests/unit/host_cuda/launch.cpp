@@ -4,6 +4,11 @@
 // The kernel table of ops/csrc/kernels.cu, made for the host by cuda_runtime.h beside this, for ctypes.
 #include "kernels.cu"
 
+// Those of fused_kernels.cu run in ../fused_kernels_host.cpp, which has dynamic shared memory.
+std::vector<ds_fp4::KernelEntry> ds_fp4::fused_kernel_table() {
+    return {};
+}
+
 extern "C" {
 
 int host_kernel_count() {

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""The fused kernels themselves, run as host code thread by thread (simt.h), against their reference.
+
+The launch is the one of ds_fp4.ops, with its parameters and grid; the kernels are the headers that nvcc gets, with the
+plain C++ beside each PTX instruction.
+"""
+
+import ctypes
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_fp4.ops import fused, kernels, routing
+from tests import fused_checks as checks
+from tests.routing_checks import check_exchange
+
+HOST_SOURCE = Path(__file__).parent / "fused_kernels_host.cpp"
+FAILURES = {1: "trap", 2: "deadlock: a thread left, or waits elsewhere", 3: "no such kernel"}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    path = tmp_path_factory.mktemp("host") / "fused_kernels_host.so"
+    compiler = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
+    subprocess.run([*compiler, "-shared", "-fPIC", f"-I{kernels.CSRC}", str(HOST_SOURCE), "-o", str(path)], check=True)
+    return ctypes.CDLL(str(path))
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_the_host(library, monkeypatch):
+    """Launches go to the host library; tensors count as those of a GPU with two small multiprocessors."""
+
+    def launch(kernel, template, grid, values, device):
+        params = kernel.packing.pack(*[values[name] for name in kernel.params])
+        name = f"{kernel.name}<{template}>"
+        failure = library.host_launch(name.encode(), params, grid)
+        if failure:
+            raise RuntimeError(f"{name}: {FAILURES[failure]}")
+
+    for module in (fused, routing):
+        monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
+        monkeypatch.setattr(module, "BLOCKS_PER_MULTIPROCESSOR", 2)
+        monkeypatch.setattr(module, "_on_gpu", lambda t: True)
+
+
+@pytest.mark.parametrize("save", ["mxfp4", "fp8", None])
+@pytest.mark.parametrize("rows, width", [(1, 128), (37, 384), (5, 1152)])
+def test_swiglu_forward(rows, width, save):
+    checks.check_swiglu_forward("cpu", rows, width, save=save, records=save is not None)
+
+
+@pytest.mark.parametrize("activation", checks.FUSED_ACTIVATIONS)
+@pytest.mark.parametrize("kind", ["gaussian", "student_t", "zero_blocks", "wide_rows"])
+def test_swiglu_forward_activations(activation, kind):
+    checks.check_swiglu_forward("cpu", 16, 256, kind, activation=activation, save=None, scale_layout="gemm")
+
+
+def test_swiglu_forward_non_finite():
+    checks.check_swiglu_forward("cpu", 64, 256, poison=20, scale_layout="gemm")
+    checks.check_swiglu_forward("cpu", 64, 256, poison=20, save="fp8", weighted=False)
+
+
+def test_swiglu_forward_no_rows():
+    checks.check_swiglu_forward("cpu", 0, 256)
+
+
+@pytest.mark.parametrize("gate_up_format", ["mxfp4", "fp8", "bf16"])
+@pytest.mark.parametrize("sizes", [[1], [128], [130, 0, 5], [0, 0, 200, 256, 0]], ids=str)
+def test_swiglu_backward(sizes, gate_up_format):
+    checks.check_swiglu_backward("cpu", sizes, 256, gate_up_format=gate_up_format, scale_layout="gemm")
+
+
+@pytest.mark.parametrize("activation", checks.FUSED_ACTIVATIONS)
+def test_swiglu_backward_activations(activation):
+    checks.check_swiglu_backward("cpu", [100, 30], 256, "student_t", activation=activation, gate_up_format="bf16")
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 130], [0], []], ids=str)
+def test_swiglu_backward_unpadded_rows(sizes):
+    checks.check_swiglu_backward("cpu", sizes, 128, padded_input=False)
+
+
+@pytest.mark.parametrize("kind", ["wide_rows", "zero_blocks"])
+def test_swiglu_backward_spread(kind):
+    """Rows many powers of two apart: codes become subnormal, and zero, under the tile's scale."""
+    checks.check_swiglu_backward("cpu", [128], 128, "student_t", dh_kind=kind, gate_up_format="bf16")
+    checks.check_swiglu_backward("cpu", [128], 128, "gaussian", dh_kind=kind, weighted=False, scale_layout="gemm")
+
+
+def test_swiglu_backward_non_finite():
+    checks.check_swiglu_backward("cpu", [200, 60], 128, poison=8)
+
+
+def test_swiglu_backward_many_groups():
+    sizes = [0] * 300
+    sizes[0], sizes[31], sizes[32], sizes[290] = 3, 129, 1, 40
+    checks.check_swiglu_backward("cpu", sizes, 128)
+
+
+@pytest.mark.parametrize("row_format", ["bf16", "mxfp4", "fp8"])
+@pytest.mark.parametrize("out_format", ["bf16", "mxfp4", "fp8"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_combine_rows(row_format, out_format, weighted):
+    if {(row_format, out_format)} <= {("mxfp4", "mxfp4"), ("fp8", "fp8")}:
+        pytest.skip("not compiled for the host")
+    for in_records in (False, True):
+        checks.check_combine_rows(
+            "cpu", 21, 40, 1056, row_format=row_format, out_format=out_format, weighted=weighted, in_records=in_records
+        )
+
+
+@pytest.mark.parametrize(
+    "row_format, out_format, k", [("bf16", "fp8", 77), ("fp8", "bf16", 131), ("bf16", "mxfp4", 32)]
+)
+def test_combine_rows_widths(row_format, out_format, k):
+    checks.check_combine_rows("cpu", 9, 12, k, row_format=row_format, out_format=out_format, longest=70)
+
+
+@pytest.mark.parametrize(
+    "row_format, out_format", [("bf16", "mxfp4"), ("mxfp4", "bf16"), ("fp8", "bf16"), ("bf16", "fp8")]
+)
+@pytest.mark.parametrize("kind", ["bits", "extreme", "subnormal"])
+def test_combine_rows_values(row_format, out_format, kind):
+    checks.check_combine_rows("cpu", 40, 60, 512, row_format=row_format, out_format=out_format, kind=kind, poison=5)
+
+
+def test_combine_rows_empty():
+    checks.check_combine_rows("cpu", 0, 5, 64, row_format="bf16", out_format="bf16")
+    checks.check_combine_rows("cpu", 5, 0, 64, row_format="bf16", out_format="mxfp4", longest=0)
+
+
+@pytest.mark.parametrize("row_bytes, stride", [(16, 0), (48, 64), (3824, 3840), (100, 0), (36, 40), (7, 9), (1, 3)])
+def test_gather_rows(row_bytes, stride):
+    checks.check_gather_rows("cpu", 50, row_bytes, 67, stride=stride)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "skewed", "one_rank", "dropped"])
+@pytest.mark.parametrize("ranks, local_experts, k", [(1, 8, 8), (2, 4, 1), (4, 8, 8), (3, 40, 5), (2, 40, 32)])
+def test_routing(kind, ranks, local_experts, k):
+    check_exchange("cpu", kind, [33 + 30 * r for r in range(ranks)], k, local_experts)
+
+
+@pytest.mark.parametrize("tokens", [[0, 30], [0, 0], [300, 1, 0]], ids=str)
+def test_routing_many_blocks(tokens, monkeypatch):
+    monkeypatch.setattr(routing, "_ROWS_A_BLOCK", 8)
+    check_exchange("cpu", "uniform", tokens, 2, 4, dtype=torch.int32)
+
+
+def test_swiglu_backward_strips():
+    """More tiles than a strip has, and a last strip that is shorter."""
+    checks.check_swiglu_backward("cpu", [700, 1, 500], 256, gate_up_format="bf16")
