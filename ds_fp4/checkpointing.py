@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ds_fp4.offload import HostBuffer
 from ds_fp4.packing import Format, Packer, View, is_packable, packer_of_this_thread
-from ds_fp4.routing import Selections, selecting
+from ds_fp4.selections import Selections, selecting
 
 OFFLOADS = ("none", "cpu")
 # What torch.utils.checkpoint.checkpoint takes besides the function's own arguments, `use_reentrant` apart.
@@ -256,7 +256,7 @@ def checkpoint(
         ds_fp4_format: "mxfp4" (0.27 of BF16's bytes) or "fp8" (0.50).
         ds_fp4_exact: True runs the forward on the unpacked values too, so that outputs and gradients are exactly those
             of the function on unpacked inputs. False gives the forward the original values and only the recomputation
-            the packed ones; selections by value (expert routing) are then kept from the forward (`ds_fp4.routing`).
+            the packed ones; selections by value (expert routing) are then kept from the forward (`ds_fp4.selections`).
         ds_fp4_offload: "cpu" moves the packed bytes to pinned host memory and back on streams of their own. A call
             inside another `ds_fp4.checkpoint` leaves them on the device: there they live for one recomputation.
         ds_fp4_scale_rounding: how the scale of an MXFP4 block is rounded: "even", "floor", "rceil" or "ceil".
@@ -267,7 +267,7 @@ def checkpoint(
 
     Raises:
         ValueError: on a wrong option.
-        ds_fp4.routing.RoutingError: from backward, with `ds_fp4_exact=False`: the recomputation selects other things.
+        ds_fp4.selections.RoutingError: from backward, with `ds_fp4_exact=False`: the recomputation selects other things.
     """
     if use_reentrant:
         raise ValueError(

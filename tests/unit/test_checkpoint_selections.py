@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ds_fp4
-from ds_fp4.routing import RoutingError, Selections, selecting
+from ds_fp4.selections import RoutingError, Selections, selecting
 from tests.unit.checkpoint_scenarios import unpacked
 
 TOKENS, HIDDEN, EXPERTS = 256, 64, 16
