@@ -267,7 +267,7 @@ def checkpoint(
 
     Raises:
         ValueError: on a wrong option.
-        ds_fp4.selections.RoutingError: from backward, with `ds_fp4_exact=False`: the recomputation selects other things.
+        ds_fp4.selections.RoutingError: from backward, `ds_fp4_exact=False`: the recomputation selects other things.
     """
     if use_reentrant:
         raise ValueError(
