@@ -4,11 +4,14 @@
 
 `import ds_fp4` anywhere before the DeepSpeed engine is built makes the `ds_fp4` block of its JSON configuration take
 effect. `ds_fp4.ops` are the conversions themselves, `ds_fp4.formats` their definition in plain PyTorch.
+`ds_fp4.checkpoint` and `ds_fp4.saved_tensors` keep activations packed, with or without an engine.
 """
 
 from ds_fp4 import engine
+from ds_fp4.checkpointing import checkpoint
+from ds_fp4.saving import saved_tensors
 from ds_fp4.version import __version__
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "checkpoint", "saved_tensors"]
 
 engine.install()

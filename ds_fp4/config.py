@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, BeforeValidator, StrictBool, ValidationError
+from pydantic_core import PydanticCustomError
 
 BLOCK = "ds_fp4"
 
@@ -53,11 +54,23 @@ class ExpertsConfig(_Block):
     recompute: Literal["activation", "fc1"] | None = None
 
 
+def _check_scope(value: Any) -> Any:
+    patterns = isinstance(value, list) and value and all(isinstance(item, str) and item for item in value)
+    if value not in ("experts", "layers") and not patterns:
+        raise PydanticCustomError(
+            "scope", 'allowed values are "experts", "layers" or a list of patterns of module names'
+        )
+    return value
+
+
 class CheckpointingConfig(_Block):
-    """Activation checkpointing with packed saved tensors."""
+    """Activation checkpointing that keeps packed inputs."""
 
     enabled: StrictBool = False
     format: Literal["fp8", "mxfp4"] = "mxfp4"
+    exact: StrictBool = True
+    scope: Annotated[str | list[str], BeforeValidator(_check_scope)] = "layers"
+    offload: Literal["none", "cpu"] = "none"
 
 
 class LayerOverride(_Block):

@@ -14,7 +14,7 @@ already in and the optimizer is still to come. Around it:
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from deepspeed.utils import logger
 from ds_fp4 import compat
 from ds_fp4.all_to_all import make_legs
 from ds_fp4.config import BLOCK, ConfigError, DsFp4Config, LayerRecipe, ResolvedConfig, flatten, has_block, parse_block
-from ds_fp4.integrations import autoep, classic
+from ds_fp4.integrations import autoep, checkpointing, classic
 from ds_fp4.integrations.layers import MoELayer
 from ds_fp4.integrations.seam import restore_class, swap_class
 from ds_fp4.startup import Announcement, agree
@@ -41,6 +41,7 @@ class Plan:
     config: DsFp4Config
     layers: list[MoELayer]
     recipes: dict[str, LayerRecipe]
+    checkpointed: dict[str, torch.nn.Module] = field(default_factory=dict)
 
     @property
     def compressed(self) -> list[MoELayer]:
@@ -58,11 +59,12 @@ def install() -> None:
     def configure_distributed_model(self: DeepSpeedEngine, model: torch.nn.Module) -> Any:
         plan = _plan_with_all_ranks(self, model)
         result = original(self, model)
+        # The model may come from an earlier engine that had another block.
+        checkpointing.remove(model)
         for layer in _find_layers(model):
-            # The model may come from an earlier engine that had another block.
             restore_class(layer.module)
         if plan is not None:
-            apply(plan)
+            apply(plan, model)
             log_summary(plan)
         return result
 
@@ -111,14 +113,16 @@ def make_plan(
     if any(layer.implementation == "AutoEP" for layer in layers):
         compat.check_transformers()
     plan = Plan(config, layers, ResolvedConfig(config, [layer.name for layer in layers]).recipes)
+    if config.checkpointing.enabled:
+        plan.checkpointed = checkpointing.find_targets(model, layers, config.checkpointing.scope)
     _refuse_what_cannot_work(plan, ds_config)
     if plan.compressed:
         classic.install()
         autoep.install()
-        if device.type == "cuda":
-            from ds_fp4 import ops
+    if (plan.compressed or config.checkpointing.enabled) and device.type == "cuda":
+        from ds_fp4 import ops
 
-            ops.load_kernels(device)
+        ops.load_kernels(device)
     return plan
 
 
@@ -128,10 +132,7 @@ def _find_layers(model: torch.nn.Module) -> list[MoELayer]:
 
 def _refuse_what_cannot_work(plan: Plan, ds_config: dict) -> None:
     if plan.config.checkpointing.enabled:
-        raise ConfigError(
-            f"{BLOCK}.checkpointing.enabled = True: packed activation checkpointing is not part of ds_fp4 "
-            f"{__version__}; set it to false"
-        )
+        checkpointing.refuse_deepspeed_features(ds_config)
     faults = [
         f"{layer.name} ({layer.implementation}): {layer.obstacle}" for layer in plan.compressed if layer.obstacle
     ]
@@ -144,10 +145,13 @@ def _refuse_what_cannot_work(plan: Plan, ds_config: dict) -> None:
         )
 
 
-def apply(plan: Plan) -> None:
-    """Swap the classes of the layers whose traffic changes."""
+def apply(plan: Plan, model: torch.nn.Module) -> None:
+    """Swap the classes of the layers whose traffic changes and of the modules that are checkpointed."""
     for layer in plan.compressed:
         swap_class(layer.module, layer.name, make_legs(plan.recipes[layer.name], layer.hidden))
+    if plan.config.checkpointing.enabled:
+        options = checkpointing.options_of(plan.config.checkpointing, plan.config.scale_rounding)
+        checkpointing.install(model, plan.checkpointed, options)
     if not plan.compressed and any(recipe.changes_all_to_all for recipe in plan.recipes.values()):
         logger.warning(
             f"{BLOCK}: every MoE layer has expert-parallel size 1, so nothing is sent and no codec is used. Set "

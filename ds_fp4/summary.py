@@ -77,6 +77,14 @@ def summary_lines(plan: Plan) -> list[str]:
     untouched = [layer.name for layer in plan.layers if layer not in plan.compressed]
     if untouched:
         lines.append(f"  as DeepSpeed does it: {shorten(untouched)}")
+    checkpointing = plan.config.checkpointing
+    if checkpointing.enabled:
+        lines.append(
+            f"  checkpointed, inputs kept in {checkpointing.format}"
+            f"{' in host memory' if checkpointing.offload == 'cpu' else ''}, "
+            f"forward on {'the same' if checkpointing.exact else 'the original'} values: "
+            f"{shorten(list(plan.checkpointed)) or 'no module by name'}"
+        )
     return lines
 
 

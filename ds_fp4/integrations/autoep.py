@@ -19,6 +19,7 @@ def find(model: torch.nn.Module) -> list[MoELayer]:
         MoELayer(
             name,
             module,
+            module.experts,
             hidden=module.hidden_size,
             ep_size=module.ep_size,
             implementation="AutoEP",

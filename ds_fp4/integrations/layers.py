@@ -16,6 +16,7 @@ class MoELayer:
     Attributes:
         name: module name, as patterns in `ds_fp4.layers` see it.
         module: the module whose class is swapped.
+        experts: the module in it that computes this rank's experts.
         hidden: elements per token.
         ep_size: ranks that share the layer's experts; 1 means that nothing is sent.
         implementation: for messages.
@@ -24,6 +25,7 @@ class MoELayer:
 
     name: str
     module: torch.nn.Module
+    experts: torch.nn.Module
     hidden: int
     ep_size: int
     implementation: str

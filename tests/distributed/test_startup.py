@@ -129,7 +129,12 @@ REFUSALS = [
         {},
         "ds_fp4.layers.blocks.7.*: matches none of the model's MoE layers: blocks.0.moe, blocks.1.moe",
     ),
-    ("classic", {**MXFP4, "checkpointing": {"enabled": True}}, {}, "ds_fp4.checkpointing.enabled = True"),
+    (
+        "classic",
+        {**MXFP4, "checkpointing": {"enabled": True}},
+        {"activation_checkpointing": {"partition_activations": True}},
+        "activation_checkpointing.partition_activations = True cannot be combined",
+    ),
     ("classic", {**MXFP4, "scale_rounding": "up"}, {}, "ds_fp4.scale_rounding = 'up'"),
     ("classic", MXFP4, {"compile": {"deepcompile": True}}, "Set compile.deepcompile to false"),
     ("classic", {"enabled": "true"}, {}, "ds_fp4.enabled = 'true': expected true or false"),

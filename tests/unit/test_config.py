@@ -19,7 +19,7 @@ DESIGN_BLOCK = {
         "dispatch_backward": "fp8",
     },
     "experts": {"compute": "fp8", "saved_activations": "mxfp4", "recompute": "activation"},
-    "checkpointing": {"enabled": False, "format": "mxfp4"},
+    "checkpointing": {"enabled": False, "format": "mxfp4", "exact": True, "scope": "layers", "offload": "none"},
 }
 
 
@@ -93,6 +93,24 @@ WRONG = [
     (
         {"enabled": True, "layers": {"a": {"enabled": False}}},
         "ds_fp4.layers.a.enabled: unknown key; allowed keys here: recipe",
+    ),
+    ({"enabled": True, "checkpointing": {"exact": "no"}}, "ds_fp4.checkpointing.exact = 'no': expected true or false"),
+    (
+        {"enabled": True, "checkpointing": {"offload": "disk"}},
+        "ds_fp4.checkpointing.offload = 'disk': allowed values are 'none' or 'cpu'",
+    ),
+    (
+        {"enabled": True, "checkpointing": {"scope": "layer"}},
+        "ds_fp4.checkpointing.scope = 'layer': allowed values are "
+        '"experts", "layers" or a list of patterns of module names',
+    ),
+    ({"enabled": True, "checkpointing": {"scope": []}}, "ds_fp4.checkpointing.scope = []: allowed values"),
+    ({"enabled": True, "checkpointing": {"scope": ["a", 1]}}, "ds_fp4.checkpointing.scope = ['a', 1]: allowed values"),
+    ({"enabled": True, "checkpointing": {"scope": "auto"}}, 'ds_fp4.checkpointing.scope = "auto": nothing fills in'),
+    (
+        {"enabled": True, "checkpointing": {"formt": "fp8"}},
+        "ds_fp4.checkpointing.formt: unknown key; allowed keys here: enabled, "
+        'format, exact, scope, offload. Did you mean "format"?',
     ),
     ({"enabled": True, 3: 4}, "ds_fp4: the key 3 is not a string"),
 ]

@@ -150,3 +150,45 @@ def test_an_exception_in_a_layer_keeps_its_type(exchange):
     seam.swap_class(layer, "layer", LEGS)
     with pytest.raises(ZeroDivisionError):
         layer(torch.ones(1))
+
+
+def test_deepspeeds_checkpointing_passes_through_one_function():
+    from deepspeed.runtime.activation_checkpointing import checkpointing as deepspeed_checkpointing
+
+    from ds_fp4.integrations import checkpointing
+
+    checkpointing._install_deepspeed_shim()
+    checkpointing._install_deepspeed_shim()
+    assert deepspeed_checkpointing.CheckpointFunction.__mro__[1].__name__ == "CheckpointFunction"
+    source = inspect.getsource(deepspeed_checkpointing.checkpoint)
+    assert "CheckpointFunction.apply(function, all_outputs, *args)" in source
+    assert all(
+        getattr(deepspeed_checkpointing, switch) is False for switch in checkpointing._DEEPSPEED_FEATURES.values()
+    )
+
+
+def test_the_classic_layer_keeps_its_gates_results_in_two_attributes():
+    source = inspect.getsource(inspect.unwrap(sharded_moe.MOELayer.forward))
+    assert "self.l_aux, C, E, indices_, locations_, gates_, self.exp_counts = self.gate(" in source
+
+
+def test_transformers_gives_its_layers_a_function_that_is_recognized():
+    from ds_fp4.checkpointing import CheckpointOptions
+    from ds_fp4.integrations.checkpointing import _HF_FUNCTION, redirected
+    from tests.distributed.models import mixtral
+
+    model = mixtral()
+    options = CheckpointOptions("fp8", exact=False)
+    for arguments, offload in (
+        ({}, "none"),
+        (dict(offload=True), "cpu"),
+        (dict(gradient_checkpointing_kwargs={"use_reentrant": True}), "none"),
+        (dict(gradient_checkpointing_kwargs={"use_reentrant": False, "early_stop": False}), "none"),
+    ):
+        model.gradient_checkpointing_enable(**arguments)
+        for layer in model.model.layers:
+            assert layer.gradient_checkpointing
+            replacement = redirected(layer.__dict__[_HF_FUNCTION], options)
+            assert (replacement._options.offload, replacement._options.format) == (offload, "fp8")
+    assert replacement._keywords == {"early_stop": False}
+    assert redirected(print, options) is None

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""Memory and speed of activation checkpointing: none, PyTorch's, and ds_fp4's scopes and formats, in one run.
+
+    deepspeed --num_gpus 2 launch/bench_checkpointing.py
+    deepspeed --num_gpus 2 launch/bench_checkpointing.py --variants none torch layers-mxfp4 layers-mxfp4-offload
+
+The default shape is DeepSeek-V3's with 4 layers (1 dense), 32 experts, expert-parallel over all ranks. One engine runs
+all variants, one after the other, on the same batch. Columns, of the rank where they are largest:
+
+- kept: bytes that autograd and checkpointing keep on the device for backward, per token and layer, counted by hooks
+  over the decoder layers (distinct storages, parameters apart);
+- after forward: what the allocator holds after the forward more than before it (logits and loss included);
+- peak: of the allocator over whole steps;
+- tokens/s: per rank, of the median step, with forward, backward and optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # launchers start this file by its path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import ds_fp4
+from ds_fp4.checkpointing import CheckpointOptions
+from ds_fp4.engine import _find_layers
+from ds_fp4.integrations import checkpointing
+from launch.engine import find_json, start_distributed
+from launch.model import expert_count, load_config
+
+V3_OVERRIDES = ["num_hidden_layers=4", "first_k_dense_replace=1", "n_routed_experts=32"]
+DENSE = ("none", "torch", "torch-offload")
+PACKED = [
+    f"{scope}-{format}{exact}{offload}"
+    for scope in ("layers", "experts")
+    for format in ("mxfp4", "fp8")
+    for exact in ("", "-inexact")
+    for offload in ("", "-offload")
+]
+VARIANTS = [*DENSE, "saved-mxfp4", "saved-fp8", *PACKED]
+# Exactness costs nothing in memory, so only one combination is timed without it; all others can be asked for by name.
+DEFAULT = [v for v in VARIANTS if "inexact" not in v or v == "layers-mxfp4-inexact"]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="deepseek-v3", help="a config.json, or a name in configs/models")
+    parser.add_argument(
+        "--model-args", nargs="*", help=f"KEY=VALUE for the config (deepseek-v3: {' '.join(V3_OVERRIDES)})"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=DEFAULT, metavar="NAME", help=", ".join(VARIANTS)
+    )
+    parser.add_argument("--recipe", default="bf16", choices=("bf16", "fp8", "mxfp4"), help="of the all-to-all")
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of each variant")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--output", type=Path, help="a JSON file for all numbers")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.model_args is None:
+        args.model_args = V3_OVERRIDES if args.model == "deepseek-v3" else []
+    return args
+
+
+def build_engine(args: argparse.Namespace, device: torch.device) -> deepspeed.DeepSpeedEngine:
+    """The model on `device`, random weights, plain SGD: optimizer state would only hide what is measured."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(find_json(args.model, "models"), args.model_args)
+    world = dist.get_world_size()
+    if expert_count(config) % world:
+        raise ValueError(
+            f"{expert_count(config)} experts cannot be shared by {world} ranks evenly. Choose another number."
+        )
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.config.use_cache = False
+    ds_config = {
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-5}},
+        "expert_parallel": {"enabled": True, "autoep_size": world},
+        "ds_fp4": {"enabled": True, "recipe": args.recipe},
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)
+    return engine
+
+
+def choose(engine: deepspeed.DeepSpeedEngine, variant: str) -> None:
+    """Make `engine` checkpoint as `variant` says."""
+    model = engine.module
+    checkpointing.remove(model)
+    model.gradient_checkpointing_disable()
+    if variant in ("torch", "torch-offload"):
+        model.gradient_checkpointing_enable(offload=variant == "torch-offload")
+    elif variant in PACKED:
+        scope, format, *rest = variant.split("-")
+        options = CheckpointOptions(format, "inexact" not in rest, "cpu" if "offload" in rest else "none")
+        checkpointing.install(model, checkpointing.find_targets(model, _find_layers(model), scope), options)
+
+
+class Kept:
+    """Bytes of distinct storages that are saved for backward by the decoder layers of one forward."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._storages: dict[int, int] = {}
+        # Parameters and their storages are there anyway.
+        self._known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self._alive: list[torch.Tensor] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda t: t)
+        self._handles = [
+            model.model.embed_tokens.register_forward_hook(lambda *_: self._hooks.__enter__() and None),
+            model.model.norm.register_forward_pre_hook(lambda *_: self._hooks.__exit__() and None),
+        ]
+
+    def _note(self, t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        on_device = t.device.type == self.device_type
+        if storage.data_ptr() not in self._known and on_device and not isinstance(t, torch.nn.Parameter):
+            self._storages[storage.data_ptr()] = storage.nbytes()
+            self._alive.append(t.detach())
+        return t
+
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def close(self) -> int:
+        for handle in self._handles:
+            handle.remove()
+        self._alive.clear()
+        return sum(self._storages.values())
+
+
+def step(
+    engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, variant: str, device: torch.device
+) -> tuple[float, int]:
+    """One training step; seconds, and bytes allocated after its forward more than before it."""
+    synchronize(device)
+    start, before = time.perf_counter(), allocated(device)
+    with ds_fp4.saved_tensors(variant.removeprefix("saved-")) if variant.startswith("saved-") else nullcontext():
+        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+    synchronize(device)
+    held = allocated(device) - before
+    engine.backward(loss)
+    engine.step()
+    synchronize(device)
+    return time.perf_counter() - start, held
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def measure(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, variant: str, args: argparse.Namespace) -> dict:
+    device = tokens.device
+    choose(engine, variant)
+    kept = Kept(engine.module)
+    step(engine, tokens, variant, device)
+    kept_bytes = kept.close()
+    for _ in range(args.warmup):
+        step(engine, tokens, variant, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    dist.barrier()
+    times, helds = zip(*(step(engine, tokens, variant, device) for _ in range(args.steps)), strict=True)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    layers = len(engine.module.model.layers)
+    # saved_tensors packs inside of what the hooks here see: only the allocator can tell.
+    per_token = None if variant.startswith("saved-") else kept_bytes / tokens.numel() / layers
+    mine = dict(
+        variant=variant,
+        kept_per_token_and_layer=per_token,
+        after_forward=max(helds),
+        peak=peak,
+        tokens_per_second=tokens.numel() / statistics.median(times),
+    )
+    ranks: list[dict] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    worst = {key: max(rank[key] for rank in ranks) for key in ("after_forward", "peak")}
+    if per_token is not None:
+        worst["kept_per_token_and_layer"] = max(rank["kept_per_token_and_layer"] for rank in ranks)
+    worst["tokens_per_second"] = min(rank["tokens_per_second"] for rank in ranks)
+    return {**mine, **worst}
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown, each number beside its ratio to the first variant's."""
+    first = rows[0]
+    lines = [
+        "| checkpointing | kept per token and layer | after forward | peak | tokens/s per rank |",
+        "| --- " * 5 + "|",
+    ]
+    for row in rows:
+        kept = row["kept_per_token_and_layer"]
+        cells = [row["variant"], "-" if kept is None else f"{kept:,.0f} B"]
+        for key in ("after_forward", "peak"):
+            cells.append(f"{row[key] / 2**30:.2f} GiB ({row[key] / first[key]:.2f}x)" if first[key] else "-")
+        ratio = row["tokens_per_second"] / first["tokens_per_second"]
+        cells.append(f"{row['tokens_per_second']:,.0f} ({ratio:.2f}x)")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    args = parse_args()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    device = start_distributed()
+    engine = build_engine(args, device)
+    if device.type == "cuda":
+        ds_fp4.ops.load_kernels()
+    vocabulary = engine.module.config.vocab_size
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (args.micro_batch_size, args.seq_len)
+    tokens = torch.randint(0, vocabulary, shape, generator=generator).to(device)
+    rows = []
+    if device.type == "cpu" and "torch-offload" in args.variants:
+        args.variants.remove("torch-offload")  # wants pinned memory
+    for variant in args.variants:
+        try:
+            rows.append(measure(engine, tokens, variant, args))
+        except torch.cuda.OutOfMemoryError:
+            # On every rank or none: they run the same shapes.
+            if dist.get_rank() == 0:
+                print(f"{variant}: out of memory", flush=True)
+            engine.module.zero_grad()
+            torch.cuda.empty_cache()
+            continue
+        if dist.get_rank() == 0:
+            print(json.dumps(rows[-1]), flush=True)
+    if dist.get_rank() == 0 and rows:
+        print(
+            f"\n{args.model} {' '.join(args.model_args)}, {dist.get_world_size()} x {device.type}, micro-batch "
+            f"{args.micro_batch_size} x {args.seq_len}, recipe {args.recipe}\n\n{table(rows)}",
+            flush=True,
+        )
+        if args.output:
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(
+                json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "rows": rows}, indent=2)
+            )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""Which modules a `scope` means."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ds_fp4.checkpointing import CheckpointOptions, redirection
+from ds_fp4.config import ConfigError
+from ds_fp4.integrations import checkpointing
+from ds_fp4.integrations.checkpointing import find_targets
+from ds_fp4.integrations.layers import MoELayer
+
+
+class _Moe(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Linear(2, 2)
+
+
+class _Block(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.mlp = nn.Linear(2, 2), mlp
+
+
+class _Model(nn.Module):
+    """Two dense and two MoE layers, and a list that has nothing to do with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([_Block(nn.Linear(2, 2) if i < 2 else _Moe()) for i in range(4)])
+        self.heads = nn.ModuleList([nn.Linear(2, 2)])
+
+
+def _names(model: nn.Module, scope) -> list[str]:
+    layers = [
+        MoELayer(name, module, module.experts, hidden=2, ep_size=1, implementation="test", obstacle=None)
+        for name, module in model.named_modules()
+        if isinstance(module, _Moe)
+    ]
+    return list(find_targets(model, layers, scope))
+
+
+@pytest.mark.parametrize(
+    "scope, names",
+    (
+        ("layers", [f"layers.{i}" for i in range(4)]),
+        ("experts", ["layers.2.mlp.experts", "layers.3.mlp.experts"]),
+        (["*.mlp"], [f"layers.{i}.mlp" for i in range(4)]),
+        (["layers.?", "*.mlp", "heads.0"], ["layers.0", "layers.1", "layers.2", "layers.3", "heads.0"]),
+        (["layers*"], [f"layers.{i}" for i in range(4)]),
+        (["layers.[13].attention", "heads.*"], ["layers.1.attention", "layers.3.attention", "heads.0"]),
+    ),
+)
+def test_scopes(scope, names):
+    assert _names(_Model(), scope) == names
+
+
+def test_lists_of_lists_and_sequences():
+    stages = nn.Module()
+    stages.stages = nn.ModuleList([nn.ModuleList([_Block(_Moe()), _Block(_Moe())]), nn.ModuleList([_Block(_Moe())])])
+    assert _names(stages, "layers") == ["stages.0.0", "stages.0.1", "stages.1.0"]
+    assert _names(nn.Sequential(nn.Linear(2, 2), _Block(nn.Sequential(nn.Linear(2, 2), _Moe()))), "layers") == [
+        "0",
+        "1",
+    ]
+
+
+def test_a_copied_model_works_and_is_not_the_originals_to_undo():
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    plain = type(model[0])
+    checkpointing.install(model, {"0": model[0], "2": model[2]}, CheckpointOptions("fp8"))
+    assert [isinstance(module, checkpointing.CheckpointedModule) for module in model] == [True, False, True]
+    assert type(model[0]).__name__ == "CheckpointedLinear" and isinstance(model[0], nn.Linear)
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = model(x)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), expected)
+    checkpointing.remove(copied)
+    assert type(copied[0]) is plain and isinstance(model[0], checkpointing.CheckpointedModule)
+    assert torch.equal(model(x), expected)
+    checkpointing.remove(model)
+    checkpointing.remove(model)
+    assert type(model[0]) is plain and not model._forward_hooks and not model._forward_pre_hooks
+    assert set(vars(model[0])) == set(vars(nn.Linear(64, 64)))
+
+
+def test_an_exception_in_the_models_forward_ends_the_redirection():
+    model = nn.Sequential(nn.Linear(64, 64))
+    checkpointing.install(model, {}, CheckpointOptions())
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 3))
+    assert redirection() is None
+
+
+def test_a_layer_in_no_list_is_named():
+    with pytest.raises(ConfigError, match='scope = "layers": mlp is not inside a ModuleList or Sequential'):
+        _names(_Block(_Moe()), "layers")
+
+
+def test_a_pattern_without_a_match_is_named_with_its_neighbours():
+    with pytest.raises(ConfigError, match=r"the pattern 'layer.1' matches no module. Similar names: layers.1"):
+        _names(_Model(), ["layers.0", "layer.1"])
