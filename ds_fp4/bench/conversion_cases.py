@@ -56,10 +56,14 @@ def _values(rows: int, k: int, device: torch.device) -> torch.Tensor:
     return x.mul_(torch.rand(rows, 1, device=device, dtype=torch.bfloat16).add_(0.1))
 
 
-def _records(*parts: torch.Tensor) -> list[torch.Tensor]:
-    """Copies of the parts side by side in one record a row, as they arrive from other ranks."""
+def _records(*parts: torch.Tensor, multiple: int = 128) -> list[torch.Tensor]:
+    """Copies of the parts side by side in one record a row, as they arrive from other ranks.
+
+    A record's length is a multiple of 128 bytes, so that rows begin where cache lines do.
+    """
     widths = [t.shape[1] * t.element_size() for t in parts]
-    records = torch.empty(parts[0].shape[0], -(-sum(widths) // 16) * 16, dtype=torch.uint8, device=parts[0].device)
+    length = -(-sum(widths) // multiple) * multiple
+    records = torch.empty(parts[0].shape[0], length, dtype=torch.uint8, device=parts[0].device)
     views, start = [], 0
     for t, width in zip(parts, widths, strict=True):
         views.append(records[:, start : start + width].view(t.dtype))

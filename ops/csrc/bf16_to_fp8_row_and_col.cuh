@@ -21,7 +21,10 @@ struct bf16_to_fp8_row_and_col_params {
 };
 
 template <typename In, bool kVector>
-__global__ void __launch_bounds__(kThreads, kVector&& In::kMultipliesPairs ? 3 : 2)
+constexpr int kRowAndColMinBlocks = kVector && In::kMultipliesPairs ? 3 : 2;
+
+template <typename In, bool kVector>
+__global__ void __launch_bounds__(kThreads, (kRowAndColMinBlocks<In, kVector>))
     bf16_to_fp8_row_and_col(const bf16_to_fp8_row_and_col_params p) {
     constexpr int kWidth = 4;  // a tile's columns are one group of the rows
     constexpr int kWords = In::kWords / 2;
