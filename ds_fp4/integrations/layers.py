@@ -31,4 +31,4 @@ class MoELayer:
     ep_size: int
     implementation: str
     obstacle: str | None
-    expert_obstacle: str | None
+    expert_obstacle: str | None = None
