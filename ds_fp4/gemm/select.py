@@ -67,13 +67,9 @@ def select(requested: str, device: torch.device | str, gemm: str = "forward") ->
     )
 
 
-def choose(
-    forward: str = "auto", weight_gradient: str = "auto", device: torch.device | str = "cpu"
-) -> GemmBackends:
+def choose(forward: str = "auto", weight_gradient: str = "auto", device: torch.device | str = "cpu") -> GemmBackends:
     """A backend for each GEMM, as `select`."""
-    return GemmBackends(
-        select(forward, device, "forward"), select(weight_gradient, device, "weight_gradient")
-    )
+    return GemmBackends(select(forward, device, "forward"), select(weight_gradient, device, "weight_gradient"))
 
 
 def describe(device: torch.device | str, forward: str = "auto", weight_gradient: str = "auto") -> list[str]:
