@@ -80,6 +80,7 @@ class CublasBackend(Backend):
             start = rows.stop
 
 
+_scaled_mm = torch.ops.aten._scaled_mm_v2.out
 _BLOCK_1X128 = ScalingType.BlockWise1x128.value
 _BLOCK_128X128 = ScalingType.BlockWise128x128.value
 
@@ -102,6 +103,6 @@ def _multiply(
     out: torch.Tensor,
 ) -> None:
     """out [M, N] = a [M, K] @ b [N, K]^T with 1 x 128 scales of a; sums are FP32 throughout."""
-    torch.ops.aten._scaled_mm_v2.out(
+    _scaled_mm(
         a, b.t(), [a_scales], [_BLOCK_1X128], [], [b_scales], [b_scaling], [], None, out.dtype, [], False, out=out
     )
