@@ -7,13 +7,13 @@
     deepgemm    DeepGEMM's grouped kernels
     cublas      cuBLAS block scaling through torch, a call per expert
     emulation   plain PyTorch
-    select      which of them computes which GEMM, and why
+    selection   which of them computes which GEMM, and why
 
 Importing this loads no library and does not touch CUDA.
 """
 
 from .backend import Backend
 from .groups import Groups
-from .select import CHOICES, GemmBackends, choose, describe, select
+from .selection import CHOICES, GemmBackends, choose, describe, select
 
 __all__ = ["CHOICES", "Backend", "GemmBackends", "Groups", "choose", "describe", "select"]

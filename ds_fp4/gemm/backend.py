@@ -101,6 +101,9 @@ class Backend:
             ValueError: on a wrong shape, dtype, device or stride, or a shape that the library cannot do.
         """
         rows, experts = groups.padded_rows, len(groups.sizes)
+        for name, pair in (("a", a), ("b", b)):
+            if pair[1].dim() != 2:
+                raise ValueError(f"{name}'s scales must be [columns, rows/128], got {list(pair[1].shape)}")
         n, k = a[1].shape[0], b[1].shape[0]
         device = a[0].device
         groups.check(experts, device)
@@ -157,6 +160,7 @@ class Columns(NamedTuple):
     """One expert's block of FP8 columns: E4M3 [width, p_e], FP32 scales [width, p_e/128]; views."""
 
     expert: int
+    first_tile: int
     q: torch.Tensor
     scales: torch.Tensor
 
@@ -168,41 +172,45 @@ def expert_columns(pair: Pair, groups: Groups) -> list[Columns]:
     for expert, size in enumerate(groups.sizes):
         if size:
             block = q[width * start : width * (start + size)].view(width, size)
-            tiles = scales[:, start // FP8_GROUP : (start + size) // FP8_GROUP]
-            blocks.append(Columns(expert, block, tiles))
+            first_tile = start // FP8_GROUP
+            tiles = scales[:, first_tile : first_tile + size // FP8_GROUP]
+            blocks.append(Columns(expert, first_tile, block, tiles))
         start += size
     return blocks
 
 
 def try_out(backend: Backend, gemm: str, device: torch.device) -> None:
-    """Run a tiny `gemm` and compare: a library may import and then fail in its calls.
+    """Run a tiny `gemm` and compare: a library may import and then fail in its calls, or misread scales.
 
     Raises:
         RuntimeError: if the result is wrong; whatever the library raises.
     """
-    sizes = (128, 0, 256)
+    # Five scales along K, so that a layout aligned to four is seen; powers of two, so that every sum is exact.
+    sizes, n, k = (128, 0, 256), 128, 640
     groups = Groups.of(sizes, device)
-    width = 128
+    rows, experts = groups.padded_rows, torch.arange(len(sizes), dtype=torch.float32)
     if gemm == "forward":
-        a = _ones((groups.padded_rows, width), (1, width // FP8_GROUP), device)
-        b = (_codes((len(sizes), width, width), device), torch.ones(len(sizes), 1, 1, device=device))
-        b[1].copy_(torch.tensor([1.0, 2.0, 4.0], device=device).view(3, 1, 1))
+        tiles = 2.0 ** torch.arange(k // FP8_GROUP)
+        a = _ones((rows, k), tiles.expand(rows, -1), device)
+        b = _ones(
+            (len(sizes), n, k), 2.0 ** -experts.view(-1, 1, 1) * tiles.expand(len(sizes), n // FP8_GROUP, -1), device
+        )
+        b = (b[0], b[1].contiguous())
         got = backend.grouped_gemm(a, b, groups)
-        expected = torch.cat([torch.full((size, width), width * 2.0**e) for e, size in enumerate(sizes)])
+        each = FP8_GROUP * float((tiles * tiles).sum()) * 2.0**-experts
+        expected = each.repeat_interleave(torch.tensor(sizes))[:, None].expand(rows, n)
     else:
-        a, b = (_ones((width * groups.padded_rows,), (1, groups.padded_rows // FP8_GROUP), device) for _ in range(2))
-        got = torch.full((len(sizes), width, width), torch.nan, dtype=torch.bfloat16, device=device)
+        tiles = 2.0 ** torch.arange(rows // FP8_GROUP)
+        a, b = (_ones((width * rows,), tiles.expand(width, -1), device) for width in (n, k))
+        got = torch.full((len(sizes), n, k), torch.nan, dtype=torch.bfloat16, device=device)
         backend.weight_gradient(a, b, groups, (got,))
-        expected = torch.tensor(sizes, dtype=torch.float32).view(-1, 1, 1).expand(got.shape)
-    if not torch.equal(got.cpu().float(), expected):
+        parts = (tiles * tiles).split([size // FP8_GROUP for size in sizes])
+        expected = torch.stack([FP8_GROUP * part.sum() for part in parts])[:, None, None].expand(got.shape)
+    if not torch.equal(got.cpu().float(), expected.bfloat16().float()):
         raise RuntimeError(f"a {gemm} GEMM of ones gave wrong numbers")
 
 
-def _codes(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.ones(shape, device=device).to(torch.float8_e4m3fn)
-
-
-def _ones(shape: tuple[int, ...], scales: tuple[int, int], device: torch.device) -> Pair:
-    """Ones, and scales [rows, tiles] with the strides of a GEMM operand."""
-    rows = shape[0] if len(shape) == 2 else shape[0] // (scales[1] * FP8_GROUP)
-    return _codes(shape, device), torch.ones(scales[1], rows, device=device).t()
+def _ones(shape: tuple[int, ...], scales: torch.Tensor, device: torch.device) -> Pair:
+    """Codes of 1, and scales with the strides of a GEMM operand."""
+    codes = torch.ones(shape, device=device).to(torch.float8_e4m3fn)
+    return codes, scales.to(device).transpose(-1, -2).contiguous().transpose(-1, -2)
