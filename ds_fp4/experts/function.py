@@ -79,10 +79,15 @@ def _gradient_tail(layer: ExpertLayer, records: torch.Tensor) -> torch.Tensor:
     return layer.dispatch_backward.tail(records)[:, : 4 * layer.spec.top_k].view(torch.float32)
 
 
-def _sum_over_ranks(layer: ExpertLayer, records: RecordFormat, returned: torch.Tensor, lists: torch.Tensor):
-    """BF16 [T, H]; a token has at most one record from each rank."""
-    most = min(lists.shape[1], layer.spec.ep_size)
-    return records.sums(returned, lists if most == lists.shape[1] else lists[:, :most].contiguous())
+def _sum_over_ranks(
+    layer: ExpertLayer, records: RecordFormat, returned: torch.Tensor, lists: torch.Tensor
+) -> torch.Tensor:
+    """[T, H]: each token's sum over the ranks that it was sent to, at most one record from each."""
+    ranks = layer.spec.ep_size
+    if ranks == 1 and returned.shape[0] == lists.shape[0]:
+        # Every token has its one record, in the order of tokens.
+        return records.values(returned)
+    return records.sums(returned, lists[:, : min(lists.shape[1], ranks)].contiguous())
 
 
 class _Experts(torch.autograd.Function):
