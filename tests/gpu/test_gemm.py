@@ -88,14 +88,18 @@ def poison_free_memory() -> None:
 # ---- numbers ----
 
 
-COUNTS = [[300], [128, 0, 1, 257], [0, 0, 0, 5], [4000, 40, 0, 7, 1, 0, 130, 128], [1] * 40]
+# Eight experts throughout: DeepGEMM compiles a kernel for each number of them.
+COUNTS = [
+    [0, 0, 0, 5, 0, 0, 0, 0],
+    [128, 0, 1, 257, 300, 0, 0, 129],
+    [4000, 40, 0, 7, 1, 0, 130, 128],
+    [1] * 8,
+]
 
 
 @pytest.mark.parametrize("n, k", [(512, 640), (192, 128), (4096, 7168)])
-@pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: f"{len(counts)}x{sum(counts)}")
+@pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: f"{sum(counts)} rows")
 def test_grouped_gemm(backends, wait, counts, n, k):
-    if n * k > 2**20 and len(counts) > 8:
-        counts = counts[:8]
     problem = checks.operands(GPU, counts, n, k)
     out = checks.check_grouped_gemm(backends.forward, problem, wait=wait)
     emulated = EmulationBackend().grouped_gemm(problem.rows, problem.weights, problem.groups)
@@ -104,10 +108,8 @@ def test_grouped_gemm(backends, wait, counts, n, k):
 
 
 @pytest.mark.parametrize("parts, k", [((256, 256), 640), ((192,), 128), ((2048, 2048), 7168)])
-@pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: f"{len(counts)}x{sum(counts)}")
+@pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: f"{sum(counts)} rows")
 def test_weight_gradient(backends, wait, counts, parts, k):
-    if sum(parts) * k > 2**20 and len(counts) > 8:
-        counts = counts[:8]
     problem = checks.operands(GPU, counts, sum(parts), k)
     outs = checks.check_weight_gradient(backends.weight_gradient, problem, parts, wait=wait)
     emulated = checks.new_outs(problem, parts, torch.bfloat16)
@@ -125,7 +127,7 @@ def test_no_rows(backends, wait, counts):
         checks.check_weight_gradient(backends.weight_gradient, problem, (128, 128), dtype, wait=wait)
 
 
-@pytest.mark.parametrize("experts", [2, 33])
+@pytest.mark.parametrize("experts", [2, 8])
 def test_all_rows_on_one_expert(backends, wait, experts):
     for busy in (0, experts // 2, experts - 1):
         problem = checks.operands(GPU, [1000 if e == busy else 0 for e in range(experts)], 256, 512)
