@@ -37,8 +37,11 @@ class DeepGemmBackend(Backend):
     name = "deepgemm"
 
     def __init__(self, device: torch.device) -> None:
-        import deep_gemm
-
+        try:
+            import deep_gemm
+        except AssertionError as error:
+            # Its only one at import, without words.
+            raise RuntimeError("deep_gemm finds no CUDA toolkit to compile with: set CUDA_HOME") from error
         for call in ("m_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_nt_contiguous"):
             if not hasattr(deep_gemm, call):
                 raise RuntimeError(f"deep_gemm {_version()} has no {call}")

@@ -220,7 +220,7 @@ def test_a_library_is_tried_out_once(name, kind, hopper, monkeypatch):
     assert len(module.calls) == (name == "deepgemm")
 
 
-def test_why_a_library_cannot_be_had(hopper, monkeypatch):
+def test_why_a_library_cannot_be_had(hopper, monkeypatch, tmp_path):
     def fail(*arguments):
         raise RuntimeError("no kernel image")
 
@@ -236,6 +236,11 @@ def test_why_a_library_cannot_be_had(hopper, monkeypatch):
     selection._loaded.clear()
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     assert "ModuleNotFoundError" in selection._load("deepgemm", CPU, "forward")
+    monkeypatch.delitem(sys.modules, "deep_gemm")
+    (tmp_path / "deep_gemm.py").write_text("cuda_home = None\nassert cuda_home is not None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    selection._loaded.clear()
+    assert "set CUDA_HOME" in selection._load("deepgemm", CPU, "forward")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in selection._load("cublas", CPU, "forward")
 
