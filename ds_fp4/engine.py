@@ -107,6 +107,7 @@ def make_plan(
     announcement.block = flatten(config)
     if not config.enabled:
         return None
+    announcement.moe_requests = config.moe_requests
     compat.check_deepspeed()
     layers = _find_layers(model)
     announcement.moe_layers = len(layers)

@@ -53,10 +53,12 @@ def shorten(names: list[str]) -> str:
 
 def summary_lines(plan: Plan) -> list[str]:
     """The summary, a line an item."""
-    lines = [
-        f"{BLOCK} {__version__}: MXFP4/FP8 all-to-all in {len(plan.compressed)} of {len(plan.layers)} MoE layers, "
-        f"recipe {plan.config.recipe}"
-    ]
+    what = (
+        f"MXFP4/FP8 all-to-all in {len(plan.compressed)} of {len(plan.layers)} MoE layers, recipe {plan.config.recipe}"
+        if plan.layers
+        else "no MoE layer in this part of the model, so nothing but checkpointing"
+    )
+    lines = [f"{BLOCK} {__version__}: {what}"]
     kinds: dict[tuple[LayerRecipe, int, int, str], list[str]] = {}
     for layer in plan.compressed:
         kinds.setdefault((plan.recipes[layer.name], layer.hidden, layer.ep_size, layer.implementation), []).append(
