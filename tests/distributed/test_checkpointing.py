@@ -443,6 +443,24 @@ def test_a_later_engine_without_a_block_gets_stock_modules_back():
         assert first == EXPERTS["autoep"] and second == [] and all(checks)
 
 
+def _experts_that_save_for_themselves() -> tuple[list[str], list[str], list[float]]:
+    import ds_fp4 as _  # noqa: F401
+
+    names, losses = [], []
+    for scope in ("experts", "layers"):
+        engine = _engine("autoep", _block(dict(scope=scope), "mxfp4"), model=dict(intermediate_size=128))
+        assert all(hasattr(layer.mlp, "ds_fp4_experts") for layer in engine.module.model.layers)
+        names.append(_checkpointed(engine))
+        losses += _train(engine)[:STEPS]
+        engine.destroy()
+    return *names, losses
+
+
+def test_no_second_copy_is_kept_of_what_the_expert_level_keeps():
+    for experts, layers, losses in run_ranks(2, _experts_that_save_for_themselves):
+        assert experts == [] and layers == LAYERS["autoep"] and torch.tensor(losses).isfinite().all()
+
+
 def _refused(block: dict, config: dict, configure: dict | None) -> None:
     import deepspeed
 
