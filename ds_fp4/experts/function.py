@@ -96,24 +96,24 @@ class _Experts(torch.autograd.Function):
         spec, exchange, compute = layer.spec, layer.exchange, layer.compute
         send = ops.plan_send(expert_ids, spec.ep_size, spec.local_experts)
         pending_counts = exchange.start_counts(send.table)
-        # Work that needs no counts keeps the GPU busy while they travel.
+        # The GPU works on while counts travel: as many records are made as there may be, and those that are not are
+        # zeros at the end.
         fronts = layer.dispatch.allocate(x.shape[0], x.device, front_only=True)
         layer.dispatch.encode(x.contiguous(), fronts)
-        fp8 = layer.cache.get(weights)
-        counts = pending_counts.wait()
-
-        tokens = send.tokens[: sum(counts.sent)]
-        outgoing = _outgoing(layer.dispatch, fronts, tokens)
+        outgoing = _outgoing(layer.dispatch, fronts, send.tokens)
         ops.pack_routing(
-            expert_ids, scores, tokens, send.records, spec.local_experts, out=layer.dispatch.tail(outgoing)
+            expert_ids, scores, send.tokens, send.records, spec.local_experts, out=layer.dispatch.tail(outgoing)
         )
         del fronts
-        received = exchange.start(outgoing, counts.sent, counts.received).wait()
+        fp8 = layer.cache.get(weights)
+        counts = pending_counts.wait()
+        records = sum(counts.sent)
+        received = exchange.start(outgoing[:records], counts.sent, counts.received).wait()
         del outgoing
         plan = ops.plan_receive(layer.dispatch.tail(received), spec.top_k, spec.local_experts, counts.padded_rows)
         routing = _Routing(
             expert_ids,
-            tokens,
+            send.tokens[:records],
             send.records,
             plan.order,
             plan.weights,
