@@ -153,6 +153,7 @@ def make_plan(
     announcement.block = flatten(config)
     if not config.enabled:
         return None
+    announcement.moe_requests = config.moe_requests
     compat.check_deepspeed()
     layers = _find_layers(model)
     announcement.moe_layers = len(layers)
@@ -161,7 +162,8 @@ def make_plan(
     plan = Plan(config, layers, ResolvedConfig(config, [layer.name for layer in layers]).recipes)
     _plan_expert_level(plan, device, announcement)
     if config.checkpointing.enabled:
-        plan.checkpointed = checkpointing.find_targets(model, layers, config.checkpointing.scope)
+        own_saving = {layer.name for layer in plan.expert_level}
+        plan.checkpointed = checkpointing.find_targets(model, layers, config.checkpointing.scope, own_saving)
     _refuse_what_cannot_work(plan, ds_config)
     if plan.compressed:
         classic.install()
