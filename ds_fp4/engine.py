@@ -93,7 +93,7 @@ def install() -> None:
         result = original(self, model)
         # The model may come from an earlier engine that had another block.
         checkpointing.remove(model)
-        for layer in _find_layers(model):
+        for layer in find_layers(model):
             expert_level.restore(layer.module)
             restore_class(layer.module)
         if plan is not None:
@@ -155,7 +155,7 @@ def make_plan(
         return None
     announcement.moe_requests = config.moe_requests
     compat.check_deepspeed()
-    layers = _find_layers(model)
+    layers = find_layers(model)
     announcement.moe_layers = len(layers)
     if any(layer.implementation == "AutoEP" for layer in layers):
         compat.check_transformers()
@@ -211,7 +211,7 @@ def _plan_expert_level(plan: Plan, device: torch.device, announcement: Announcem
         expert_level.check_autoep_seam()
 
 
-def _find_layers(model: torch.nn.Module) -> list[MoELayer]:
+def find_layers(model: torch.nn.Module) -> list[MoELayer]:
     return [*classic.find(model), *autoep.find(model)]
 
 

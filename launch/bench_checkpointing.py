@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 import ds_fp4
 from ds_fp4.checkpointing import CheckpointOptions
-from ds_fp4.engine import _find_layers
+from ds_fp4.engine import find_layers
 from ds_fp4.integrations import checkpointing
 from ds_fp4.integrations.expert_level import ExpertLevelLayer
 from launch.engine import find_json, start_distributed
@@ -116,7 +116,7 @@ def choose(engine: deepspeed.DeepSpeedEngine, variant: str) -> None:
     elif variant in PACKED:
         scope, format, *rest = variant.split("-")
         options = CheckpointOptions(format, "inexact" not in rest, "cpu" if "offload" in rest else "none")
-        layers = _find_layers(model)
+        layers = find_layers(model)
         own_saving = {layer.name for layer in layers if isinstance(layer.module, ExpertLevelLayer)}
         checkpointing.install(model, checkpointing.find_targets(model, layers, scope, own_saving), options)
 

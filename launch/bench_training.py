@@ -101,7 +101,7 @@ def build_engine(args: argparse.Namespace, device: torch.device) -> deepspeed.De
 
 def choose(engine: deepspeed.DeepSpeedEngine, recipe: str) -> None:
     """Make `engine` train with `recipe` from now on."""
-    for layer in ds_fp4_engine._find_layers(engine.module):
+    for layer in ds_fp4_engine.find_layers(engine.module):
         expert_level.restore(layer.module)
         restore_class(layer.module)
     config = {BLOCK: block_of(recipe)}
