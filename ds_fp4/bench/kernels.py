@@ -168,9 +168,9 @@ def plot(results: list[dict], path: str, gpu: str, copy: float) -> None:
     peer_ratios = [r["bytes"] / r["peer_seconds"] / copy for _, r in with_peer]
     axes.barh([i for i, _ in with_peer], peer_ratios, color="#f4a259", height=0.4, label="peer")
     axes.set_yticks(position, [f"{r['kernel']} {r['shapes']}" for r in shown], fontsize=7)
+    axes.margins(y=0.005)
     axes.invert_yaxis()
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xlabel(f"bytes that must move per second, relative to a copy ({copy / 1e12:.2f} TB/s), {gpu}")
     axes.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=80, bbox_inches="tight")
