@@ -24,6 +24,7 @@ setup(
         "ds_fp4.bench",
         "ds_fp4.cli",
         "ds_fp4.formats",
+        "ds_fp4.gemm",
         "ds_fp4.integrations",
         "ds_fp4.ops",
         "ds_fp4.ops.csrc",

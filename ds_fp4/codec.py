@@ -53,7 +53,8 @@ class Mxfp4Codec:
         self.data_bytes = self.packed_bytes + self.columns // MXFP4_BLOCK
         self.record_bytes = _align(self.data_bytes, RECORD_ALIGNMENT)
 
-    def _split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views (packed, scales) of records."""
         return records[:, : self.packed_bytes], records[:, self.packed_bytes : self.data_bytes]
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -61,12 +62,12 @@ class Mxfp4Codec:
         if self.columns != self.hidden:
             rows = F.pad(rows, (0, self.columns - self.hidden))
         records = _new_records(rows.shape[0], self.data_bytes, self.record_bytes, rows.device)
-        ops.bf16_to_fp4_row(rows, self.scale_rounding, out=self._split(records))
+        ops.bf16_to_fp4_row(rows, self.scale_rounding, out=self.split(records))
         return records
 
     def decode(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """uint8 [M, record_bytes] -> `dtype` [M, hidden]."""
-        rows = ops.fp4_row_to_bf16(*self._split(records), dtype=dtype)
+        rows = ops.fp4_row_to_bf16(*self.split(records), dtype=dtype)
         return rows if self.columns == self.hidden else rows[:, : self.hidden].contiguous()
 
 
@@ -84,18 +85,19 @@ class Fp8Codec:
         self.data_bytes = hidden + _align(hidden, FP8_GROUP) // FP8_GROUP
         self.record_bytes = _align(self.data_bytes, RECORD_ALIGNMENT)
 
-    def _split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views (q, scales) of records."""
         return records[:, : self.hidden].view(torch.float8_e4m3fn), records[:, self.hidden : self.data_bytes]
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """BF16, FP16 or FP32 [M, hidden] -> uint8 [M, record_bytes]."""
         records = _new_records(rows.shape[0], self.data_bytes, self.record_bytes, rows.device)
-        ops.bf16_to_fp8_row(rows, scale_dtype=torch.uint8, out=self._split(records))
+        ops.bf16_to_fp8_row(rows, scale_dtype=torch.uint8, out=self.split(records))
         return records
 
     def decode(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """uint8 [M, record_bytes] -> `dtype` [M, hidden]."""
-        return ops.fp8_row_to_bf16(*self._split(records), dtype=dtype)
+        return ops.fp8_row_to_bf16(*self.split(records), dtype=dtype)
 
 
 Codec = Mxfp4Codec | Fp8Codec

@@ -23,6 +23,7 @@ BLOCK = "ds_fp4"
 
 CodecName = Literal["bf16", "fp8", "mxfp4"]
 RecipeName = Literal["bf16", "fp8", "mxfp4"]
+GemmName = Literal["auto", "deepgemm", "cublas", "emulation"]
 ScaleRounding = Literal["floor", "rceil", "ceil", "even"]
 LEGS = ("dispatch_forward", "combine_forward", "combine_backward", "dispatch_backward")
 
@@ -52,6 +53,9 @@ class ExpertsConfig(_Block):
     compute: Literal["bf16", "fp8"] | None = None
     saved_activations: CodecName | None = None
     recompute: Literal["activation", "fc1"] | None = None
+    gemm: GemmName | None = None
+    wgrad_gemm: GemmName | None = None
+    weight_cache: Literal["step", "none"] | None = None
 
 
 def _check_scope(value: Any) -> Any:
@@ -110,6 +114,9 @@ class LayerRecipe:
     compute: str
     saved_activations: str
     recompute: str
+    gemm: str = "auto"
+    wgrad_gemm: str = "auto"
+    weight_cache: str = "step"
 
     @property
     def changes_all_to_all(self) -> bool:
@@ -265,6 +272,15 @@ def layer_recipe(config: DsFp4Config, name: str) -> LayerRecipe:
         keys.update(_set_keys(override.all_to_all), **_set_keys(override.experts))
         rounding = override.scale_rounding or rounding
     return LayerRecipe(scale_rounding=rounding, **keys)
+
+
+def asks_for_fp8_experts(config: DsFp4Config, name: str) -> bool:
+    """Whether `experts.compute` of the MoE layer called `name` is "fp8" because the block says so, not its preset."""
+    pattern = _first_match(config, name)
+    override = config.layers[pattern] if pattern is not None else None
+    if override is not None and (override.experts.compute is not None or override.recipe is not None):
+        return override.experts.compute == "fp8"
+    return config.experts.compute == "fp8"
 
 
 def flatten(config: DsFp4Config) -> dict[str, str]:

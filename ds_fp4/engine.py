@@ -14,6 +14,7 @@ already in and the optimizer is still to come. Around it:
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +22,21 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
-from ds_fp4 import compat
+from ds_fp4 import compat, gemm
 from ds_fp4.all_to_all import make_legs
-from ds_fp4.config import BLOCK, ConfigError, DsFp4Config, LayerRecipe, ResolvedConfig, flatten, has_block, parse_block
-from ds_fp4.integrations import autoep, checkpointing, classic
+from ds_fp4.config import (
+    BLOCK,
+    ConfigError,
+    DsFp4Config,
+    LayerRecipe,
+    ResolvedConfig,
+    asks_for_fp8_experts,
+    flatten,
+    has_block,
+    parse_block,
+)
+from ds_fp4.experts import weights_changed
+from ds_fp4.integrations import autoep, checkpointing, classic, expert_level
 from ds_fp4.integrations.layers import MoELayer
 from ds_fp4.integrations.seam import restore_class, swap_class
 from ds_fp4.startup import Announcement, agree
@@ -32,21 +44,41 @@ from ds_fp4.summary import log_summary
 from ds_fp4.version import __version__
 
 _HOOKED = "_configure_distributed_model"
+# After each of these the expert weights may be others: the optimizer's step, and what loads weights.
+_CHANGE_WEIGHTS = ("_take_model_step", "load_checkpoint", "load_module_state_dict")
 
 
 @dataclass
 class Plan:
-    """What ds_fp4 is going to do to one engine."""
+    """What ds_fp4 is going to do to one engine.
+
+    Attributes:
+        recipes: by layer name.
+        gemms: the GEMM libraries of each layer at the expert level, by name.
+        not_at_expert_level: why, by name, for layers whose recipe computes in FP8 and that stay at the codec level.
+        checkpointed: by module name.
+    """
 
     config: DsFp4Config
     layers: list[MoELayer]
     recipes: dict[str, LayerRecipe]
+    gemms: dict[str, gemm.GemmBackends] = field(default_factory=dict)
+    not_at_expert_level: dict[str, str] = field(default_factory=dict)
     checkpointed: dict[str, torch.nn.Module] = field(default_factory=dict)
 
     @property
+    def expert_level(self) -> list[MoELayer]:
+        """The layers whose experts ds_fp4 computes."""
+        return [layer for layer in self.layers if layer.name in self.gemms]
+
+    @property
     def compressed(self) -> list[MoELayer]:
-        """The layers whose traffic changes."""
-        return [layer for layer in self.layers if layer.ep_size > 1 and self.recipes[layer.name].changes_all_to_all]
+        """The layers at the codec level: only their traffic changes."""
+        return [
+            layer
+            for layer in self.layers
+            if layer.ep_size > 1 and self.recipes[layer.name].changes_all_to_all and layer.name not in self.gemms
+        ]
 
 
 def install() -> None:
@@ -62,6 +94,7 @@ def install() -> None:
         # The model may come from an earlier engine that had another block.
         checkpointing.remove(model)
         for layer in _find_layers(model):
+            expert_level.restore(layer.module)
             restore_class(layer.module)
         if plan is not None:
             apply(plan, model)
@@ -70,6 +103,19 @@ def install() -> None:
 
     configure_distributed_model._ds_fp4_hook = True
     setattr(DeepSpeedEngine, _HOOKED, configure_distributed_model)
+    for name in _CHANGE_WEIGHTS:
+        setattr(DeepSpeedEngine, name, _ending_an_epoch(getattr(DeepSpeedEngine, name)))
+
+
+def _ending_an_epoch(method: Callable) -> Callable:
+    @functools.wraps(method)
+    def changes_weights(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        finally:
+            weights_changed()
+
+    return changes_weights
 
 
 def _plan_with_all_ranks(engine: DeepSpeedEngine, model: torch.nn.Module) -> Plan | None:
@@ -113,17 +159,54 @@ def make_plan(
     if any(layer.implementation == "AutoEP" for layer in layers):
         compat.check_transformers()
     plan = Plan(config, layers, ResolvedConfig(config, [layer.name for layer in layers]).recipes)
+    _plan_expert_level(plan, device, announcement)
     if config.checkpointing.enabled:
         plan.checkpointed = checkpointing.find_targets(model, layers, config.checkpointing.scope)
     _refuse_what_cannot_work(plan, ds_config)
     if plan.compressed:
         classic.install()
         autoep.install()
-    if (plan.compressed or config.checkpointing.enabled) and device.type == "cuda":
+    if (plan.compressed or plan.expert_level or config.checkpointing.enabled) and device.type == "cuda":
         from ds_fp4 import ops
 
         ops.load_kernels(device)
     return plan
+
+
+def _plan_expert_level(plan: Plan, device: torch.device, announcement: Announcement) -> None:
+    """Which layers' experts are computed in FP8, by which libraries.
+
+    Raises ConfigError where a layer that cannot be was asked for by name and not by a preset.
+    """
+    faults = []
+    for layer in plan.layers:
+        recipe = plan.recipes[layer.name]
+        if recipe.compute != "fp8":
+            continue
+        asked = asks_for_fp8_experts(plan.config, layer.name)
+        obstacle = layer.expert_obstacle
+        gemms = None
+        if obstacle is None:
+            try:
+                gemms = gemm.choose(recipe.gemm, recipe.wgrad_gemm, device)
+            except RuntimeError as error:
+                obstacle, asked = str(error), asked or (recipe.gemm, recipe.wgrad_gemm) != ("auto", "auto")
+            # Ranks on different machines: one at the codec level could not read what the others send.
+            key = f"{BLOCK}.experts.gemm = {recipe.gemm}, wgrad_gemm = {recipe.wgrad_gemm}: computed by"
+            announcement.block[key] = "DeepSpeed" if gemms is None else [backend.name for backend in gemms]
+        if gemms is not None:
+            plan.gemms[layer.name] = gemms
+        elif asked:
+            faults.append(
+                f"{BLOCK}.experts.compute = 'fp8': {layer.name} ({layer.implementation}) cannot be computed in FP8: "
+                f'{obstacle}. Set experts.compute to "bf16" for it, here or in {BLOCK}.layers'
+            )
+        else:
+            plan.not_at_expert_level[layer.name] = obstacle
+    if faults:
+        raise ConfigError("\n".join(faults))
+    if plan.gemms:
+        expert_level.check_autoep_seam()
 
 
 def _find_layers(model: torch.nn.Module) -> list[MoELayer]:
@@ -138,7 +221,7 @@ def _refuse_what_cannot_work(plan: Plan, ds_config: dict) -> None:
     ]
     if faults:
         raise ConfigError("\n".join(faults))
-    if plan.compressed and ds_config.get("compile", {}).get("deepcompile"):
+    if (plan.compressed or plan.expert_level) and ds_config.get("compile", {}).get("deepcompile"):
         raise ConfigError(
             "compile.deepcompile = True: DeepCompile traces through the MoE layers, whose codecs cannot be "
             f'traced. Set compile.deepcompile to false, or {BLOCK}.recipe to "bf16"'
@@ -146,13 +229,19 @@ def _refuse_what_cannot_work(plan: Plan, ds_config: dict) -> None:
 
 
 def apply(plan: Plan, model: torch.nn.Module) -> None:
-    """Swap the classes of the layers whose traffic changes and of the modules that are checkpointed."""
+    """Swap the classes of the layers that change and of the modules that are checkpointed."""
+    for layer in plan.expert_level:
+        expert_level.take_over(layer.module, plan.recipes[layer.name], plan.gemms[layer.name])
     for layer in plan.compressed:
         swap_class(layer.module, layer.name, make_legs(plan.recipes[layer.name], layer.hidden))
     if plan.config.checkpointing.enabled:
         options = checkpointing.options_of(plan.config.checkpointing, plan.config.scale_rounding)
         checkpointing.install(model, plan.checkpointed, options)
-    if not plan.compressed and any(recipe.changes_all_to_all for recipe in plan.recipes.values()):
+    if (
+        not plan.compressed
+        and not plan.expert_level
+        and any(recipe.changes_all_to_all for recipe in plan.recipes.values())
+    ):
         logger.warning(
             f"{BLOCK}: every MoE layer has expert-parallel size 1, so nothing is sent and no codec is used. Set "
             "ep_size (deepspeed.moe.layer.MoE) or expert_parallel.autoep_size above 1 to send tokens in MXFP4."

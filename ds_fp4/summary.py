@@ -15,6 +15,7 @@ from ds_fp4.version import __version__
 
 if TYPE_CHECKING:
     from ds_fp4.engine import Plan
+    from ds_fp4.integrations.layers import MoELayer
 
 _BF16_BYTES = 2
 
@@ -51,30 +52,47 @@ def shorten(names: list[str]) -> str:
     return ", ".join(texts)
 
 
+def _level(plan: Plan, layer: MoELayer, recipe: LayerRecipe) -> str:
+    """Who computes a layer's experts."""
+    if layer.name not in plan.gemms:
+        return "experts computed by DeepSpeed (codec level)"
+    gemms = plan.gemms[layer.name]
+    names = " and ".join(dict.fromkeys([gemms.forward.name, gemms.weight_gradient.name]))
+    kept = "recomputed from the tokens" if recipe.recompute == "fc1" else f"kept in {recipe.saved_activations}"
+    return f"experts computed in FP8 by {names} (expert level), gate and up projections {kept}"
+
+
 def summary_lines(plan: Plan) -> list[str]:
     """The summary, a line an item."""
+    changed = [layer for layer in plan.layers if layer in plan.compressed or layer in plan.expert_level]
     lines = [
-        f"{BLOCK} {__version__}: MXFP4/FP8 all-to-all in {len(plan.compressed)} of {len(plan.layers)} MoE layers, "
+        f"{BLOCK} {__version__}: MXFP4/FP8 in {len(changed)} of {len(plan.layers)} MoE layers, "
         f"recipe {plan.config.recipe}"
     ]
-    kinds: dict[tuple[LayerRecipe, int, int, str], list[str]] = {}
-    for layer in plan.compressed:
-        kinds.setdefault((plan.recipes[layer.name], layer.hidden, layer.ep_size, layer.implementation), []).append(
-            layer.name
-        )
-    for (recipe, hidden, ep_size, implementation), names in kinds.items():
+    kinds: dict[tuple[LayerRecipe, int, int, str, str], list[str]] = {}
+    for layer in changed:
+        recipe = plan.recipes[layer.name]
+        kind = (recipe, layer.hidden, layer.ep_size, layer.implementation, _level(plan, layer, recipe))
+        kinds.setdefault(kind, []).append(layer.name)
+    for (recipe, hidden, ep_size, implementation, level), names in kinds.items():
         lines.append(
             f"  {shorten(names)}: {implementation}, hidden {hidden}, expert-parallel size {ep_size}, "
-            f"scale rounding {recipe.scale_rounding}, experts computed by DeepSpeed (codec level)"
+            f"scale rounding {recipe.scale_rounding}, {level}"
         )
+        if ep_size == 1:
+            continue
+        unit = "token and rank" if "expert level" in level else "routed token"
         sizes = leg_bytes(recipe, hidden)
         for direction, legs in (("forward", LEGS[:2]), ("backward", LEGS[2:])):
             total, bf16 = sum(sizes[leg] for leg in legs), 2 * _BF16_BYTES * hidden
             detail = " + ".join(f"{leg} {getattr(recipe, leg)} {sizes[leg]}" for leg in legs)
-            lines.append(
-                f"    {direction}: {detail} = {total} bytes per routed token, {total / bf16:.2f}x of BF16's {bf16}"
-            )
-    untouched = [layer.name for layer in plan.layers if layer not in plan.compressed]
+            lines.append(f"    {direction}: {detail} = {total} bytes per {unit}, {total / bf16:.2f}x of BF16's {bf16}")
+    reasons: dict[str, list[str]] = {}
+    for name, reason in plan.not_at_expert_level.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        lines.append(f"  not computed in FP8: {shorten(names)}: {reason}")
+    untouched = [layer.name for layer in plan.layers if layer not in changed]
     if untouched:
         lines.append(f"  as DeepSpeed does it: {shorten(untouched)}")
     checkpointing = plan.config.checkpointing

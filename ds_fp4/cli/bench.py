@@ -9,6 +9,10 @@ import importlib
 
 BENCHMARKS = {
     "kernels": ("ds_fp4.bench.kernels", "time and bandwidth of every CUDA kernel against a copy and its peer"),
+    "experts": (
+        "ds_fp4.bench.experts",
+        "one layer's experts in FP8 against DeepSpeed's BF16 ones and the GEMMs alone",
+    ),
 }
 
 

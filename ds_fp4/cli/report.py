@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from ds_fp4 import compat, ops
+from ds_fp4 import compat, gemm, ops
 from ds_fp4.version import __version__
 
 
@@ -48,7 +48,13 @@ def lines(obstacle: Exception | None = None) -> list[str]:
     else:
         report.append("device        CPU: conversions run in plain PyTorch (ds_fp4.formats)")
     report.append(f"kernels       {ops.describe_kernels() if obstacle is None else f'CANNOT BE LOADED: {obstacle}'}")
+    report += [f"gemm          {line}" for line in gemm.describe(_gemm_device())]
     return report
+
+
+def _gemm_device() -> torch.device:
+    """Where experts would compute: the current GPU, if there is any."""
+    return torch.device("cuda" if torch.cuda.is_available() and torch.cuda.device_count() else "cpu")
 
 
 def main() -> int:

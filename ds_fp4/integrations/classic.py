@@ -32,6 +32,7 @@ def find(model: torch.nn.Module) -> list[MoELayer]:
                     ep_size=module.ep_size,
                     implementation="deepspeed.moe.layer.MoE",
                     obstacle=None,
+                    expert_obstacle="classic layers get it with ds_fp4.nn.SwiGLUExpert experts only",
                 )
             )
     return found

@@ -21,6 +21,7 @@ class MoELayer:
         ep_size: ranks that share the layer's experts; 1 means that nothing is sent.
         implementation: for messages.
         obstacle: why no codec can reach this layer's traffic, and what to set instead; None if one can.
+        expert_obstacle: why the expert level cannot take the layer over, as the end of a sentence; None if it can.
     """
 
     name: str
@@ -30,3 +31,4 @@ class MoELayer:
     ep_size: int
     implementation: str
     obstacle: str | None
+    expert_obstacle: str | None = None

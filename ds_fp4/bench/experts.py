@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""`ds-fp4 bench experts`: one layer's experts, forward and backward, against DeepSpeed's and the GEMMs alone.
+
+All of it in one run on one GPU: DeepSpeed's BF16 GroupedExperts on rows that are already in expert order, and its
+whole AutoEP path around them; the six FP8 GEMMs by each library; and ds_fp4 from tokens and routing to combined
+output and back, for each setting of what is kept. Weight gradients are BF16 everywhere. FP8 weights are made once a
+step and timed apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ds_fp4 import gemm, ops
+from ds_fp4.bench import timing
+from ds_fp4.config import PRESETS, LayerRecipe
+from ds_fp4.experts import ExpertLayer, LayerSpec
+from ds_fp4.experts.weights import quantize
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer on one rank: tokens, experts, and their sizes."""
+
+    name: str
+    tokens: int
+    top_k: int
+    experts: int
+    hidden: int
+    intermediate: int
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.top_k
+
+    @property
+    def flops(self) -> int:
+        """Of one GEMM over gate and up and one over down."""
+        return 2 * self.rows * 3 * self.intermediate * self.hidden
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("deepseek-v3", 8192, 8, 32, 7168, 2048),
+        Shape("qwen3-235b", 8192, 8, 64, 4096, 1536),
+        Shape("mixtral", 8192, 2, 8, 4096, 14336),
+    )
+}
+SETTINGS = {
+    "mxfp4": {"recipe": "mxfp4"},
+    "mxfp4, gate_up fp8": {"recipe": "mxfp4", "saved_activations": "fp8"},
+    "mxfp4, fc1 recomputed": {"recipe": "mxfp4", "recompute": "fc1"},
+    "fp8": {"recipe": "fp8"},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
+    parser.add_argument("--gemm", nargs="+", choices=("deepgemm", "cublas"), default=["deepgemm", "cublas"])
+    parser.add_argument("--skew", type=float, default=0.0, help="experts' popularity falls as rank^-SKEW (default 0)")
+    parser.add_argument("--profile", action="store_true", help="kernels of one step, and how long the GPU was idle")
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+
+
+def recipe_for(setting: dict, weight_cache: str = "step") -> LayerRecipe:
+    """A preset with changes."""
+    changes = {key: value for key, value in setting.items() if key != "recipe"}
+    return LayerRecipe(
+        scale_rounding="even", **{**PRESETS[setting["recipe"]], **changes, "weight_cache": weight_cache}
+    )
+
+
+class Inputs:
+    """Random tokens, routing, weights and output gradient of a shape."""
+
+    def __init__(self, shape: Shape, device: torch.device, skew: float) -> None:
+        def randn(*size: int, scale: float = 1.0) -> torch.Tensor:
+            return (torch.randn(*size, device=device) * scale).to(torch.bfloat16)
+
+        e, h, i = shape.experts, shape.hidden, shape.intermediate
+        self.x = randn(shape.tokens, h).requires_grad_()
+        popularity = torch.arange(1, e + 1, device=device, dtype=torch.float32) ** -skew
+        self.ids = torch.multinomial(popularity.expand(shape.tokens, e), shape.top_k)
+        scores = torch.rand(shape.tokens, shape.top_k, device=device)
+        self.scores = (scores / scores.sum(1, keepdim=True)).requires_grad_()
+        self.weights = [
+            randn(*size, scale=size[-1] ** -0.5).requires_grad_() for size in ((e, i, h), (e, h, i), (e, i, h))
+        ]
+        self.dy = randn(shape.tokens, h)
+        self.counts = torch.bincount(self.ids.flatten(), minlength=e).to(torch.int32)
+
+    def clear(self) -> None:
+        for t in (self.x, self.scores, *self.weights):
+            t.grad = None
+
+
+def _step_seconds(step: Callable[[], object], clear: Callable[[], None], repeats: int = 12) -> float:
+    """Median seconds of forward and backward, on the GPU's clock; gradients are new each time."""
+
+    def run() -> None:
+        clear()
+        step()
+
+    for _ in range(3):
+        run()
+    seconds = []
+    for _ in range(repeats):
+        clear()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(start.elapsed_time(end) * 1e-3)
+    clear()
+    return sorted(seconds)[len(seconds) // 2]
+
+
+# --- DeepSpeed's own ---
+
+
+def deepspeed_experts(shape: Shape, inputs: Inputs) -> dict[str, float]:
+    """Seconds of GroupedExperts on rows in expert order, its gate and up projections apart and in one GEMM, and of the
+    AutoEP path with permutation and weighted sum around the faster."""
+    from deepspeed.module_inject.auto_ep_layer import (
+        combine_from_routed,
+        permute_by_local_expert,
+        unpermute_by_local_expert,
+    )
+    from deepspeed.moe.ep_experts import GroupedExperts
+
+    found = {}
+    experts = {}
+    for kind in ("separate", "fused"):
+        module = GroupedExperts(
+            shape.hidden, shape.intermediate, shape.experts, use_grouped_mm=True, gate_up_impl=kind
+        ).to(inputs.x.device, torch.bfloat16)
+        for name, weight in zip(("w1", "w2", "w3"), inputs.weights, strict=True):
+            setattr(module, name, torch.nn.Parameter(weight.detach()))
+        experts[kind] = module
+        order = torch.argsort(inputs.ids.flatten(), stable=True)
+        rows = inputs.x.detach()[order // shape.top_k]
+        permuted, _, counts, _ = permute_by_local_expert(rows, inputs.counts)
+        permuted.requires_grad_()
+        dy = torch.randn_like(permuted)
+
+        def clear(module=module, permuted=permuted) -> None:
+            module.zero_grad(set_to_none=True)
+            permuted.grad = None
+
+        found[f"GroupedExperts, {kind}"] = _step_seconds(
+            lambda module=module, permuted=permuted, counts=counts, dy=dy: module(permuted, counts).backward(dy), clear
+        )
+        del rows, permuted, dy
+        torch.cuda.empty_cache()
+    module = experts[min(experts, key=lambda kind: found[f"GroupedExperts, {kind}"])]
+
+    def whole() -> None:
+        order = torch.argsort(inputs.ids.view(-1), stable=True)
+        rows, perm, counts, total = permute_by_local_expert(inputs.x[order // shape.top_k], inputs.counts)
+        output = unpermute_by_local_expert(module(rows, counts), perm, total)
+        combine_from_routed(
+            output, inputs.scores, order, shape.top_k, "post", "weighted_sum", (1, shape.tokens, shape.hidden)
+        ).backward(inputs.dy[None])
+
+    def clear_all() -> None:
+        inputs.clear()
+        module.zero_grad(set_to_none=True)
+
+    found["AutoEP's path around it"] = _step_seconds(whole, clear_all)
+    return found
+
+
+# --- the GEMMs alone ---
+
+
+def gemms_alone(shape: Shape, inputs: Inputs, backends: list[str]) -> dict[str, dict[str, float]]:
+    """Seconds of each of the six GEMMs by each backend that can be had."""
+    device = inputs.x.device
+    groups = gemm.Groups.of(inputs.counts.tolist(), device)
+    rows, h, i = groups.padded_rows, shape.hidden, shape.intermediate
+    weights = quantize(inputs.weights)
+    sizes = groups.padded_offsets.diff()
+
+    def operand(width: int) -> tuple:
+        values = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
+        return ops.bf16_to_fp8_row_and_col(values, sizes, padded_rows=rows, scale_layout="gemm")
+
+    def gradient(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.bfloat16, device=device)
+
+    (x_rows, x_cols), (h_rows, h_cols), (g_rows, g_cols) = operand(h), operand(i), operand(2 * i)
+    y_cols = operand(h)[1]
+    w1, w2, w3 = gradient(shape.experts, i, h), gradient(shape.experts, h, i), gradient(shape.experts, i, h)
+    found: dict[str, dict[str, float]] = {}
+    for name in backends:
+        try:
+            forward = gemm.select(name, device)
+            wgrad = gemm.select(name, device, "weight_gradient")
+        except RuntimeError as error:
+            print(f"{name}: {error}")
+            continue
+        calls = {
+            "gate_up": lambda f=forward: f.grouped_gemm(x_rows, weights.w13, groups),
+            "down": lambda f=forward: f.grouped_gemm(h_rows, weights.w2, groups),
+            "dh": lambda f=forward: f.grouped_gemm(x_rows, weights.w2_t, groups),
+            "dx": lambda f=forward: f.grouped_gemm(g_rows, weights.w13_t, groups),
+            "dw13": lambda f=wgrad: f.weight_gradient(g_cols, x_cols, groups, [w1, w3]),
+            "dw2": lambda f=wgrad: f.weight_gradient(y_cols, h_cols, groups, [w2]),
+        }
+        found[name] = {gemm_name: timing.median_seconds([call], 10) for gemm_name, call in calls.items()}
+    return found
+
+
+# --- ds_fp4 ---
+
+
+def _held(step: Callable[[], torch.Tensor]) -> int:
+    """Bytes that the forward leaves allocated for backward, its output apart."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    output = step()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before - output.numel() * output.element_size()
+    output.backward(torch.zeros_like(output))
+    return held
+
+
+def ours(shape: Shape, inputs: Inputs, backends: gemm.GemmBackends, setting: dict) -> tuple[dict, Callable]:
+    """Times and memory of one setting, and one step of it."""
+    spec = LayerSpec(shape.hidden, shape.intermediate, shape.experts, 1, shape.top_k)
+    recipe = recipe_for(setting)
+    layer = ExpertLayer(spec, recipe, None, backends)
+
+    def forward() -> torch.Tensor:
+        return layer(inputs.x, inputs.scores, inputs.ids, inputs.weights)
+
+    def step() -> None:
+        forward().backward(inputs.dy)
+
+    inputs.clear()
+    step()  # FP8 weights are made here, and kept
+    inputs.clear()
+    held = _held(forward)
+    inputs.clear()
+    with torch.no_grad():
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
+    seconds = _step_seconds(step, inputs.clear)
+    with torch.no_grad():
+        forward_seconds = _step_seconds(forward, inputs.clear)
+    return {
+        "seconds": seconds,
+        "forward_seconds": forward_seconds,
+        "held_per_row": held / shape.rows,
+        "formula_per_row": spec.kept_bytes(recipe, 1 / shape.top_k),
+        "peak_above_before": peak,
+    }, step
+
+
+@contextmanager
+def _profiled() -> Iterator[list]:
+    from torch.profiler import ProfilerActivity, profile
+
+    kernels: list[tuple[float, float, str]] = []
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        yield kernels
+        torch.cuda.synchronize()
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels.append((event.time_range.start, event.time_range.end, event.name))
+    kernels.sort()
+
+
+def profile_step(step: Callable[[], None], clear: Callable[[], None]) -> dict:
+    """Kernels of one step by time, and the share of time between first and last in which none ran."""
+    for _ in range(3):
+        clear()
+        step()
+    clear()
+    torch.cuda.synchronize()
+    with _profiled() as kernels:
+        step()  # the profiler's own start falls into this one
+        clear()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1000)  # its kernel's name tells where the step begins
+        step()
+    kernels = kernels[max(i for i, kernel in enumerate(kernels) if "spin_kernel" in kernel[2]) + 1 :]
+    by_name: dict[str, list[float]] = {}
+    busy, end, previous = 0.0, kernels[0][0], ""
+    gaps = []
+    for start, stop, name in kernels:
+        name = name.split("<")[0].split("(")[0].removeprefix("void ")[:50]
+        by_name.setdefault(name, []).append(stop - start)
+        if start > end:
+            gaps.append((start - end, end - kernels[0][0], previous, name))
+        busy += max(0.0, stop - max(start, end))
+        if stop > end:
+            end, previous = stop, name
+    span = end - kernels[0][0]
+    ranked = sorted(((sum(times), len(times), name) for name, times in by_name.items()), reverse=True)
+    return {"microseconds": span, "idle_share": 1 - busy / span, "kernels": ranked, "gaps": sorted(gaps)[::-1]}
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the benchmark; returns an exit status."""
+    if not torch.cuda.is_available():
+        print("ds-fp4 bench experts needs a Hopper GPU; torch sees none here")
+        return 1
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    ops.load_kernels(device)
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
+    results = []
+    for name in args.shapes:
+        results.append(_measure_shape(SHAPES[name], device, args))
+        torch.cuda.empty_cache()
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({"gpu": torch.cuda.get_device_name(device), "shapes": results}, file, indent=1)
+    return 0
+
+
+def _measure_shape(shape: Shape, device: torch.device, args: argparse.Namespace) -> dict:
+    inputs = Inputs(shape, device, args.skew)
+    print(
+        f"\n{shape.name}: {shape.tokens} tokens, top-{shape.top_k} of {shape.experts} experts, hidden {shape.hidden}, "
+        f"intermediate {shape.intermediate}"
+    )
+    stock = deepspeed_experts(shape, inputs)
+    torch.cuda.empty_cache()
+    for what, seconds in stock.items():
+        print(f"  DeepSpeed BF16 {what:28s} {seconds * 1e3:7.2f} ms")
+    reference = min(seconds for what, seconds in stock.items() if what.startswith("GroupedExperts"))
+    alone = gemms_alone(shape, inputs, args.gemm)
+    torch.cuda.empty_cache()
+    work = {"gate_up": 2, "down": 1, "dh": 1, "dx": 2, "dw13": 2, "dw2": 1}
+    for backend, times in alone.items():
+        rates = "  ".join(f"{k} {t * 1e3:.2f} ({work[k] * shape.flops / 3 / t / 1e12:.0f})" for k, t in times.items())
+        print(f"  {backend:9s} ms (TFLOP/s): {rates}  sum {sum(times.values()) * 1e3:.2f}")
+    best = sum(min(times[k] for times in alone.values()) for k in work) if alone else float("nan")
+    quantization = timing.median_seconds([lambda: quantize(inputs.weights)], 5)
+    print(f"  the six GEMMs alone, best backend each: {best * 1e3:.2f} ms; FP8 weights: {quantization * 1e3:.2f} ms")
+    print("  ds_fp4                      ms  of BF16  of GEMMs  forward ms  kept B/row  formula  peak GiB")
+    backends = gemm.choose("auto", "auto", device)
+    settings = {}
+    for what, setting in SETTINGS.items():
+        result, step = ours(shape, inputs, backends, setting)
+        settings[what] = result
+        seconds, forward, peak = result["seconds"], result["forward_seconds"], result["peak_above_before"] / 2**30
+        print(
+            f"  {what:24s} {seconds * 1e3:6.2f}  {seconds / reference:6.2f}x  {seconds / best:7.2f}x  "
+            f"{forward * 1e3:9.2f}  {result['held_per_row']:10.0f}  {result['formula_per_row']:7.0f}  {peak:8.2f}",
+            flush=True,
+        )
+        if args.profile and what == "mxfp4":
+            result["profile"] = profile_step(step, inputs.clear)
+            print(f"    GPU idle {result['profile']['idle_share']:.1%} of {result['profile']['microseconds']:.0f} us")
+            for microseconds, calls, kernel in result["profile"]["kernels"][:30]:
+                print(f"    {microseconds:8.0f} us {calls:3d} x {kernel}")
+            for microseconds, at, before, after in result["profile"]["gaps"][:12]:
+                print(f"    idle {microseconds:5.0f} us at {at:6.0f}: {before} -> {after}")
+        del step
+        torch.cuda.empty_cache()
+    inputs.clear()
+    return {
+        "shape": shape.__dict__,
+        "deepspeed": stock,
+        "gemms": alone,
+        "gemms_best": best,
+        "weights_to_fp8": quantization,
+        "ds_fp4": settings,
+    }

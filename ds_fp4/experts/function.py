@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""The expert level's autograd function: tokens and routing in, combined output out.
+
+    forward                                          backward
+    home   quantize tokens, gather records           quantize dy, gather records
+           ---- dispatch, one all-to-all ----         ---- combine's gradient, one all-to-all ----
+    there  FP8 rows in expert order                  FP8 rows in expert order
+           GEMM gate and up                          GEMM dh
+           activation * routing weight               activation backward
+           GEMM down                                 GEMM dx
+           sum over local experts                    sum over local experts
+           ---- combine, one all-to-all ----          ---- dispatch's gradient, one all-to-all ----
+    home   sum over ranks                            weight gradients while it travels; sum over ranks
+
+What is kept for backward: the records that were received (they are read again for the weight gradient), gate_up as the
+recipe says, and the routing. All of it goes through autograd's saved tensors, so that checkpointing, offloading hooks
+and a graph freed without backward treat it as they treat any operation's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ds_fp4 import ops
+from ds_fp4.experts.exchange import Counts
+from ds_fp4.experts.records import RecordFormat
+from ds_fp4.experts.weights import split_kinds
+from ds_fp4.gemm import Groups
+
+if TYPE_CHECKING:
+    from ds_fp4.experts.layer import ExpertLayer
+
+
+def apply_experts(
+    layer: ExpertLayer,
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """`ExpertLayer.__call__` after its checks; scores are FP32."""
+    return _Experts.apply(layer, x, scores, expert_ids, *weights)
+
+
+class _Routing(NamedTuple):
+    """Tensors of one forward's routing that its backward needs, in the order they are saved."""
+
+    expert_ids: torch.Tensor  # [T, k]
+    tokens: torch.Tensor  # [n], the token of each record sent
+    records: torch.Tensor  # [T, k], records of each token
+    order: torch.Tensor  # [P], the received record of each padded row
+    weights: torch.Tensor  # [P], its routing weight
+    m_indices: torch.Tensor  # [P], its expert
+    group_sizes: torch.Tensor  # [E]
+    padded_offsets: torch.Tensor  # [E + 1]
+    places: torch.Tensor  # [U, k], padded rows of each received record
+
+    def groups(self, counts: Counts) -> Groups:
+        return Groups(self.m_indices, self.padded_offsets, counts.padded_sizes)
+
+    def padded_sizes(self) -> torch.Tensor:
+        return self.padded_offsets.diff()
+
+
+def _outgoing(records: RecordFormat, fronts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Records to send: the quantized token of each, and space for the tail."""
+    outgoing = records.allocate(tokens.shape[0], fronts.device)
+    ops.gather_rows(fronts, tokens, out=records.front(outgoing))
+    return outgoing
+
+
+def _gradient_tail(layer: ExpertLayer, records: torch.Tensor) -> torch.Tensor:
+    """The routing weights' gradients in records of dispatch's backward leg: FP32 [n, k]."""
+    return layer.dispatch_backward.tail(records)[:, : 4 * layer.spec.top_k].view(torch.float32)
+
+
+def _sum_over_ranks(
+    layer: ExpertLayer, records: RecordFormat, returned: torch.Tensor, lists: torch.Tensor
+) -> torch.Tensor:
+    """[T, H]: each token's sum over the ranks that it was sent to, at most one record from each."""
+    ranks = layer.spec.ep_size
+    if ranks == 1 and returned.shape[0] == lists.shape[0]:
+        # Every token has its one record, in the order of tokens.
+        return records.values(returned)
+    return records.sums(returned, lists[:, : min(lists.shape[1], ranks)].contiguous())
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, layer, x, scores, expert_ids, *weights):
+        spec, exchange, compute = layer.spec, layer.exchange, layer.compute
+        send = ops.plan_send(expert_ids, spec.ep_size, spec.local_experts)
+        pending_counts = exchange.start_counts(send.table)
+        # The GPU works on while counts travel: as many records are made as there may be, and those that are not are
+        # zeros at the end.
+        fronts = layer.dispatch.allocate(x.shape[0], x.device, front_only=True)
+        layer.dispatch.encode(x.contiguous(), fronts)
+        outgoing = _outgoing(layer.dispatch, fronts, send.tokens)
+        ops.pack_routing(
+            expert_ids, scores, send.tokens, send.records, spec.local_experts, out=layer.dispatch.tail(outgoing)
+        )
+        del fronts
+        fp8 = layer.cache.get(weights)
+        counts = pending_counts.wait()
+        records = sum(counts.sent)
+        received = exchange.start(outgoing[:records], counts.sent, counts.received).wait()
+        del outgoing
+        plan = ops.plan_receive(layer.dispatch.tail(received), spec.top_k, spec.local_experts, counts.padded_rows)
+        routing = _Routing(
+            expert_ids,
+            send.tokens[:records],
+            send.records,
+            plan.order,
+            plan.weights,
+            plan.m_indices,
+            plan.group_sizes,
+            plan.padded_offsets,
+            plan.places,
+        )
+        groups = routing.groups(counts)
+
+        gate_up = compute.gemm(layer.dispatch.gemm_rows(received, plan.order), fp8.w13, groups)
+        h, saved = compute.activate(gate_up, plan.weights)
+        del gate_up
+        y = compute.gemm(h, fp8.w2, groups)
+        del h
+        outgoing = layer.combine.allocate(received.shape[0], x.device)
+        layer.combine.sum_into(y, plan.places, outgoing)
+        del y
+        returned = exchange.start(outgoing, counts.received, counts.sent).wait()
+        output = _sum_over_ranks(layer, layer.combine, returned, send.records)
+
+        ctx.layer, ctx.counts, ctx.dtypes = layer, counts, (x.dtype, [w.dtype for w in weights])
+        ctx.parts = (len(weights), len(routing))
+        ctx.save_for_backward(*weights, *routing, received, *saved)
+        return output.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        layer, counts = ctx.layer, ctx.counts
+        exchange, compute = layer.exchange, layer.compute
+        count, routing_parts = ctx.parts
+        tensors = ctx.saved_tensors
+        weights = tensors[:count]
+        routing = _Routing(*tensors[count : count + routing_parts])
+        received, *saved = tensors[count + routing_parts :]
+        del tensors
+        groups, fp8 = routing.groups(counts), layer.cache.get(weights)
+        needs_x, needs_scores = ctx.needs_input_grad[1:3]
+        needs_weights = ctx.needs_input_grad[4:]
+
+        fronts = layer.combine_backward.allocate(dy.shape[0], dy.device, front_only=True)
+        layer.combine_backward.encode(dy.contiguous(), fronts)
+        outgoing = _outgoing(layer.combine_backward, fronts, routing.tokens)
+        del fronts
+        gradient = exchange.start(outgoing, counts.sent, counts.received).wait()
+        del outgoing
+        dh = compute.gemm(layer.combine_backward.gemm_rows(gradient, routing.order), fp8.w2_t, groups)
+        if compute.recomputes_gate_up:
+            saved = [compute.gemm(layer.dispatch.gemm_rows(received, routing.order), fp8.w13, groups)]
+        d = compute.activate_backward(dh, routing.weights, tuple(saved), routing.group_sizes)
+        del dh, saved
+
+        travelling = None
+        if needs_x or needs_scores:
+            dx = compute.gemm((d.row, d.row_scales), fp8.w13_t, groups)
+            outgoing = layer.dispatch_backward.allocate(received.shape[0], dy.device)
+            layer.dispatch_backward.sum_into(dx, routing.places, outgoing)
+            del dx
+            ops.gather_gradients(d.weights, routing.places, out=_gradient_tail(layer, outgoing))
+            travelling = exchange.start(outgoing, counts.received, counts.sent)
+            del outgoing
+
+        weight_gradients = _weight_gradients(layer, weights, needs_weights, received, gradient, d, routing, groups)
+        del received, gradient, d, fp8
+
+        x_gradient = scores_gradient = None
+        if travelling is not None:
+            returned = travelling.wait()
+            if needs_x:
+                x_gradient = _sum_over_ranks(layer, layer.dispatch_backward, returned, routing.records)
+                x_gradient = x_gradient.to(ctx.dtypes[0])
+            if needs_scores:
+                scores_gradient = ops.return_gradients(
+                    routing.expert_ids, routing.records, _gradient_tail(layer, returned), layer.spec.local_experts
+                )
+        return None, x_gradient, scores_gradient, None, *weight_gradients
+
+
+def _weight_gradients(layer, weights, needed, received, gradient, d, routing, groups) -> list[torch.Tensor | None]:
+    """Gradients of the expert weights that need one, as sums over this rank's rows, in the weights' order."""
+    kinds = split_kinds(weights)
+    needs = [any(kind) if isinstance(kind, (list, tuple)) else kind for kind in split_kinds(needed)]
+    stacked = isinstance(kinds[0], torch.Tensor)
+
+    def new_gradient(kind) -> torch.Tensor:
+        shape = kind.shape if stacked else (len(kind), *kind[0].shape)
+        dtype = (kind if stacked else kind[0]).dtype
+        # The GEMM libraries write BF16 and FP32; autograd casts to what the parameter is.
+        dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
+        return torch.empty(shape, dtype=dtype, device=received.device)
+
+    gradients: list[torch.Tensor | None] = [None, None, None]
+    order, padded_sizes = routing.order, routing.padded_sizes()
+    if needs[1]:
+        gradients[1] = new_gradient(kinds[1])
+        columns = layer.combine_backward.gemm_columns(gradient, order, padded_sizes)
+        layer.compute.weight_gradient(columns, (d.h_col, d.h_col_scales), groups, [gradients[1]])
+        del columns
+    if needs[0] or needs[2]:
+        gradients[0], gradients[2] = new_gradient(kinds[0]), new_gradient(kinds[2])
+        columns = layer.dispatch.gemm_columns(received, order, padded_sizes)
+        layer.compute.weight_gradient((d.col, d.col_scales), columns, groups, [gradients[0], gradients[2]])
+        del columns
+    if stacked:
+        return [g if need else None for g, need in zip(gradients, needs, strict=True)]
+    flat = [g[e] if g is not None else None for g in gradients for e in range(len(kinds[0]))]
+    return [g if need else None for g, need in zip(flat, needed, strict=True)]

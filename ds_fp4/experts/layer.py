@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""One MoE layer's experts, from tokens and routing to combined output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ds_fp4.config import LayerRecipe
+from ds_fp4.experts.compute import Fp8Compute
+from ds_fp4.experts.exchange import Exchange
+from ds_fp4.experts.function import apply_experts
+from ds_fp4.experts.records import RecordFormat
+from ds_fp4.experts.spec import LayerSpec
+from ds_fp4.experts.weights import WeightCache
+from ds_fp4.gemm import GemmBackends
+
+# Per expert of a token: an FP32 weight and an int16 id on the way there, the weight's FP32 gradient on the way back.
+_ROUTING_BYTES, _GRADIENT_BYTES = 6, 4
+
+
+class ExpertLayer:
+    """The expert level of one layer on one rank.
+
+    Args:
+        spec: shapes and activation.
+        recipe: formats of the four legs, what is kept for backward, when FP8 weights are made.
+        group: the expert-parallel process group; not used where `spec.ep_size` is 1.
+        gemms: the GEMM libraries.
+
+    Attributes:
+        dispatch, combine, combine_backward, dispatch_backward: records of each leg.
+        compute, exchange, cache: the other pieces that `function` puts in order.
+
+    Raises:
+        ValueError: if the expert level cannot compute such a layer.
+    """
+
+    def __init__(self, spec: LayerSpec, recipe: LayerRecipe, group: Any, gemms: GemmBackends) -> None:
+        obstacle = spec.obstacle()
+        if obstacle is not None:
+            raise ValueError(f"the expert level cannot compute this layer: {obstacle}")
+        self.spec, self.recipe = spec, recipe
+
+        def records(leg: str, tail_bytes: int = 0, operand: bool = True) -> RecordFormat:
+            # Sums that go nowhere are not worth rounding; GEMM operands are FP8 wherever they come from.
+            name = getattr(recipe, leg) if operand or spec.ep_size > 1 else "bf16"
+            return RecordFormat(name, spec.hidden, recipe.scale_rounding, tail_bytes)
+
+        self.dispatch = records("dispatch_forward", _ROUTING_BYTES * spec.top_k)
+        self.combine = records("combine_forward", operand=False)
+        self.combine_backward = records("combine_backward")
+        self.dispatch_backward = records("dispatch_backward", _GRADIENT_BYTES * spec.top_k, operand=False)
+        self.compute = Fp8Compute(spec, recipe, gemms)
+        self.exchange = Exchange(group, spec.ep_size)
+        self.cache = WeightCache(recipe.weight_cache == "step", self.compute.quantize_weights)
+
+    def __call__(
+        self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Combined output of all experts, wherever they live.
+
+        Args:
+            x: BF16, FP16 or FP32 [T, H], this rank's tokens.
+            scores: [T, k], routing weights. Their gradient is returned in FP32 to whatever computed them.
+            expert_ids: int32 or int64 [T, k], experts among all; -1 for none.
+            weights: as in `weights.quantize`.
+
+        Returns:
+            [T, H] in x's dtype.
+
+        Raises:
+            ValueError: on a wrong shape, dtype or device.
+        """
+        self._check(x, scores, expert_ids, weights)
+        return apply_experts(self, x, scores.to(torch.float32), expert_ids, weights)
+
+    def _check(
+        self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> None:
+        if x.dim() != 2 or x.shape[1] != self.spec.hidden:
+            raise ValueError(f"x must have shape [T, {self.spec.hidden}], got {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise ValueError(f"x must be BF16, FP16 or FP32, got {x.dtype}")
+        routing = (x.shape[0], self.spec.top_k)
+        for name, t in (("scores", scores), ("expert_ids", expert_ids)):
+            if tuple(t.shape) != routing:
+                raise ValueError(f"{name} must have shape {routing}, got {tuple(t.shape)}")
+        for t in (scores, expert_ids, *weights):
+            if t.device != x.device:
+                raise ValueError(f"tokens, routing and weights must be on one device, got {x.device} and {t.device}")

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""Which GEMM backend is chosen and what is said about it; the libraries themselves are played by stand-ins that demand
+what the real ones demand of shapes and strides."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from ds_fp4 import gemm
+from ds_fp4.formats.columns import column_blocks
+from ds_fp4.gemm import cublas, deepgemm, selection
+from ds_fp4.gemm.emulation import EmulationBackend, decode
+from tests import gemm_checks as checks
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+class StandIn(EmulationBackend):
+    def __init__(self, name: str):
+        self.name = name
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded(monkeypatch):
+    monkeypatch.setattr(selection, "_loaded", {})
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a Hopper GPU")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+def libraries(monkeypatch, **reasons):
+    """Loads a stand-in for each library that has no reason why it cannot be had."""
+
+    def load(name, device, kind):
+        outcome = reasons.get(name) or StandIn(name)
+        return selection._loaded.setdefault((name, device, kind), outcome)
+
+    monkeypatch.setattr(selection, "_load", load)
+
+
+# ---- choice ----
+
+
+def test_cpu():
+    assert [backend.name for backend in gemm.choose()] == ["emulation", "emulation"]
+    assert gemm.select("emulation", CPU).name == "emulation"
+    lines = gemm.describe(CPU)
+    assert len(lines) == 2 and all("emulation, the only one on the CPU" in line for line in lines)
+
+
+def test_unknown_names():
+    with pytest.raises(
+        ValueError, match="ds_fp4.experts.gemm must be one of auto, deepgemm, cublas, emulation, got 'x'"
+    ):
+        gemm.select("x", CPU)
+    with pytest.raises(ValueError, match="ds_fp4.experts.wgrad_gemm must be"):
+        gemm.choose(weight_gradient="x")
+
+
+@pytest.mark.parametrize("name", ["deepgemm", "cublas"])
+def test_libraries_need_a_gpu(name):
+    with pytest.raises(RuntimeError, match=rf"{name}.* needs an NVIDIA GPU.*on the CPU set 'auto' or 'emulation'"):
+        gemm.select(name, CPU)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+@pytest.mark.parametrize("name", ["auto", "deepgemm", "cublas"])
+def test_only_hopper(name, capability, hopper, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    with pytest.raises(RuntimeError, match=r"need a Hopper GPU.*The codec level works there"):
+        gemm.select(name, GPU)
+    assert gemm.select("emulation", GPU).name == "emulation"
+
+
+def test_first_choices(hopper, monkeypatch):
+    libraries(monkeypatch)
+    chosen = gemm.choose(device=GPU)
+    assert (chosen.forward.name, chosen.weight_gradient.name) == ("deepgemm", "cublas")
+    chosen = gemm.choose("cublas", "deepgemm", GPU)
+    assert (chosen.forward.name, chosen.weight_gradient.name) == ("cublas", "deepgemm")
+    lines = gemm.describe(GPU, "cublas")
+    assert "cublas, set by ds_fp4.experts.gemm" in lines[0] and "cublas, the first choice" in lines[1]
+
+
+def test_what_is_passed_over_is_named(hopper, monkeypatch):
+    libraries(monkeypatch, deepgemm="ImportError: no deep_gemm")
+    assert gemm.select("auto", GPU).name == "cublas"
+    assert gemm.describe(GPU)[1] == "forward and data gradient: not deepgemm: ImportError: no deep_gemm"
+    with pytest.raises(
+        RuntimeError, match=r"no deep_gemm\. For DeepGEMM: pip install 'ds_fp4\[deepgemm\]', with CUDA_HOME"
+    ):
+        gemm.select("deepgemm", GPU)
+
+
+def test_no_library_is_an_error_never_the_emulation(hopper, monkeypatch):
+    libraries(monkeypatch, deepgemm="gone", cublas="too old")
+    with pytest.raises(
+        RuntimeError, match="deepgemm: gone; cublas: too old.*torch 2.11 or later.*ds_fp4.experts.gemm"
+    ):
+        gemm.select("auto", GPU)
+    assert gemm.describe(GPU)[0].startswith("forward and data gradient: NONE: ")
+
+
+# ---- loading ----
+
+
+def deep_gemm_module(monkeypatch, **changes):
+    """A `deep_gemm` that computes on the host, refuses what the real one does, and notes its calls."""
+    module = types.ModuleType("deep_gemm")
+    module.calls = []
+
+    def m_grouped(a, b, d, grouped_layout):
+        assert type(a) is tuple and type(b) is tuple and d.is_contiguous() and d.dtype == torch.bfloat16
+        assert a[1].stride(0) == 1 and b[1].is_contiguous() and grouped_layout.dtype == torch.int32
+        for row, expert in enumerate(grouped_layout.tolist()):
+            if expert >= 0:
+                weight = decode(b[0][expert], b[1][expert], 128)
+                d[row] = (decode(a[0][row : row + 1], a[1][row : row + 1]) @ weight.t())[0]
+        module.calls.append("forward")
+
+    def k_grouped(a, b, d, ks, grouped_layout, c):
+        assert type(a) is tuple and type(b) is tuple and c is d and d.is_contiguous() and d.dtype == torch.float32
+        assert type(ks) is list and grouped_layout.tolist() == ks and grouped_layout.dtype == torch.int32
+        assert d.shape[0] == len(ks)
+        assert not bool(d.any()), "the output must be zeros"
+        for expert, (left, right) in enumerate(zip(column_blocks(*a, ks), column_blocks(*b, ks), strict=True)):
+            d[expert] += decode(*left) @ decode(*right).t()
+        module.calls.append(len(ks))
+
+    module.m_grouped_fp8_gemm_nt_contiguous = m_grouped
+    module.k_grouped_fp8_gemm_nt_contiguous = k_grouped
+    module.get_mk_alignment_for_contiguous_layout = lambda: 128
+    module.__version__ = "9.9"
+    for name, value in changes.items():
+        setattr(module, name, value)
+    monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    return module
+
+
+def strict_scaled_mm(
+    a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, bias, dtype, dims, fast, *, out
+):
+    """`aten::_scaled_mm_v2.out` with torch's checks of block scaling."""
+    (m, k), n = a.shape, b.shape[1]
+    (scale_a,), (scale_b,) = scale_a, scale_b
+    assert a.is_contiguous() and b.t().is_contiguous() and out.is_contiguous() and out.shape == (m, n)
+    assert (recipe_a, swizzle_a, swizzle_b, bias, dtype, dims, fast) == ([4], [], [], None, out.dtype, [], False)
+    tiles = -(-k // 128)
+    assert scale_a.shape == (m, tiles) and scale_a.stride() == (1, m)
+    if recipe_b == [4]:
+        assert scale_b.shape == (n, tiles) and scale_b.stride() == (1, n)
+        right = decode(b.t(), scale_b)
+    else:
+        aligned = -(-tiles // 4) * 4
+        assert recipe_b == [5] and scale_b.shape == (aligned, -(-n // 128)) and scale_b.stride() == (1, aligned)
+        right = decode(b.t(), scale_b.t()[:, :tiles], 128)
+    out.copy_(decode(a, scale_a) @ right.t())
+
+
+@pytest.fixture
+def deepgemm_backend(monkeypatch):
+    deep_gemm_module(monkeypatch)
+    return deepgemm.DeepGemmBackend(CPU)
+
+
+@pytest.fixture
+def cublas_backend(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cublas, "_scaled_mm", strict_scaled_mm)
+    return cublas.CublasBackend(CPU)
+
+
+@pytest.mark.parametrize("fixture", ["deepgemm_backend", "cublas_backend"])
+@pytest.mark.parametrize(
+    "counts", [[5, 0, 130], [300], [0, 0], [3, 0, 1, 200, 0, 128]], ids=lambda counts: str(len(counts))
+)
+def test_backends_hand_over_what_the_library_wants(fixture, counts, request):
+    backend = request.getfixturevalue(fixture)
+    for n, k in ((128, 128), (192, 768)):
+        problem = checks.operands("cpu", counts, n, k)
+        checks.check_grouped_gemm(backend, problem, limit=checks.BF16_ROUNDING)
+        checks.check_poisoned_padding(backend, problem)
+        for parts in ((n,), (64, n - 64)):
+            checks.check_weight_gradient(backend, problem, parts, torch.bfloat16, limit=checks.BF16_ROUNDING)
+            checks.check_weight_gradient(backend, problem, parts, torch.float32, limit=1e-6)
+
+
+def test_few_experts_run_without_clusters(deepgemm_backend):
+    library = sys.modules["deep_gemm"]
+    for experts, handed_over in ((1, 5), (4, 5), (5, 5), (6, 6)):
+        library.calls.clear()
+        problem = checks.operands("cpu", [1] * experts, 64, 64)
+        checks.check_weight_gradient(deepgemm_backend, problem, (64,))
+        assert library.calls == [handed_over]
+
+
+@pytest.mark.parametrize("kind", ["forward", "weight_gradient"])
+@pytest.mark.parametrize("name", ["deepgemm", "cublas"])
+def test_a_library_is_tried_out_once(name, kind, hopper, monkeypatch):
+    module = deep_gemm_module(monkeypatch)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cublas, "_scaled_mm", strict_scaled_mm)
+    backend = selection._load(name, CPU, kind)
+    assert backend.name == name, backend
+    assert selection._load(name, CPU, kind) is backend
+    assert len(module.calls) == (name == "deepgemm")
+
+
+def test_why_a_library_cannot_be_had(hopper, monkeypatch, tmp_path):
+    def fail(*arguments):
+        raise RuntimeError("no kernel image")
+
+    def outcome(kind="forward", **changes):
+        selection._loaded.clear()
+        deep_gemm_module(monkeypatch, **changes)
+        return selection._load("deepgemm", CPU, kind)
+
+    assert outcome(m_grouped_fp8_gemm_nt_contiguous=fail) == "RuntimeError: no kernel image"
+    assert "gave wrong numbers" in outcome(m_grouped_fp8_gemm_nt_contiguous=lambda a, b, d, layout: d.zero_())
+    assert "gave wrong numbers" in outcome("weight_gradient", k_grouped_fp8_gemm_nt_contiguous=lambda *arguments: None)
+    assert "padded to 64, not 128" in outcome(get_mk_alignment_for_contiguous_layout=lambda: 64)
+    selection._loaded.clear()
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    assert "ModuleNotFoundError" in selection._load("deepgemm", CPU, "forward")
+    monkeypatch.delitem(sys.modules, "deep_gemm")
+    (tmp_path / "deep_gemm.py").write_text("cuda_home = None\nassert cuda_home is not None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    selection._loaded.clear()
+    assert "set CUDA_HOME" in selection._load("deepgemm", CPU, "forward")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "without CUDA" in selection._load("cublas", CPU, "forward")
+
+
+def test_shapes_that_a_library_cannot_do(deepgemm_backend, cublas_backend):
+    for backend, n, k, message in (
+        (deepgemm_backend, 96, 128, "N is a multiple of 64 in a forward GEMM, got 96"),
+        (deepgemm_backend, 128, 192, "K is a multiple of 128 in a forward GEMM, got 192"),
+        (cublas_backend, 72, 128, "N to be a multiple of 16 in a forward GEMM, got 72"),
+        (cublas_backend, 64, 192, "K to be a multiple of 128 in a forward GEMM, got 192"),
+    ):
+        problem = checks.operands("cpu", [10], n, k)
+        with pytest.raises(ValueError, match=message):
+            backend.grouped_gemm(problem.rows, problem.weights, problem.groups)
+    for backend in (deepgemm_backend, cublas_backend):
+        problem = checks.operands("cpu", [10], 72, 128)
+        with pytest.raises(ValueError, match="in a weight_gradient GEMM, got 72"):
+            backend.weight_gradient(
+                problem.left, problem.right, problem.groups, checks.new_outs(problem, (72,), torch.bfloat16)
+            )
+
+
+def test_versions_are_named(deepgemm_backend, monkeypatch):
+    monkeypatch.setattr(deepgemm, "_installed", deepgemm.TESTED.get)
+    assert deepgemm_backend.describe().endswith("apache-tvm-ffi 0.1.11: the tested versions")
+    monkeypatch.setattr(deepgemm, "_installed", lambda package: None)
+    assert "deep_gemm 9.9" in deepgemm_backend.describe() and "NOT TESTED" in deepgemm_backend.describe()
+
+
+def test_importing_loads_no_library():
+    script = (
+        "import sys, torch, ds_fp4, ds_fp4.gemm as gemm; gemm.choose(); gemm.describe('cpu'); "
+        "assert not torch.cuda.is_initialized(); "
+        "assert not {'deep_gemm', 'ds_fp4.gemm.deepgemm', 'ds_fp4.gemm.cublas'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, capture_output=True)
