@@ -62,7 +62,9 @@ def _inputs(tokens: int = 700, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def _run(layer: ExpertLayer, inputs: dict[str, torch.Tensor], device: str) -> dict[str, torch.Tensor]:
     """Output and all gradients."""
-    t = {name: value.to(device).requires_grad_(value.is_floating_point()) for name, value in inputs.items()}
+    t = {name: v.detach().to(device, copy=True) for name, v in inputs.items()}
+    for v in t.values():
+        v.requires_grad_(v.is_floating_point())
     output = layer(t["x"], t["scores"], t["ids"], (t["w1"], t["w2"], t["w3"]))
     output.backward(t["dy"].detach())
     return {"output": output.detach(), **{name: t[name].grad for name in NAMES[1:]}}
