@@ -48,7 +48,7 @@ def _fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fp8_columns(x: torch.Tensor) -> torch.Tensor:
-    """FP32 values of FP8 columns made from FP8 rows of one expert: in each column a scale per 128 rows, the largest."""
+    """FP32 values of FP8 columns made from FP8 rows of one expert: a scale per column and 128 rows, the largest."""
     if x.shape[0] == 0:
         return x.float()
     tiles = (rows.split(128) for rows in _fp8_rows(x))
