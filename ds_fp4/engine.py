@@ -114,8 +114,8 @@ def _check_epochs() -> None:
     for name in _CHANGE_WEIGHTS:
         if not getattr(getattr(DeepSpeedEngine, name, None), "_ds_fp4_hook", False):
             raise SeamError(
-                f"DeepSpeed {deepspeed.__version__}: DeepSpeedEngine.{name}, after which FP8 weights are made anew, is "
-                f'not there or was replaced. Install a tested release, or set {BLOCK}.experts.compute to "bf16".'
+                f"DeepSpeed {deepspeed.__version__}: DeepSpeedEngine.{name}, after which FP8 weights are made anew, "
+                f'is not there or was replaced. Install a tested release, or set {BLOCK}.experts.compute to "bf16".'
             )
 
 

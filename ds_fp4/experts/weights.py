@@ -27,8 +27,9 @@ _epoch = 0
 def weights_changed() -> None:
     """Tell ds_fp4 that expert weights were changed by other means than the engine's step or a loaded checkpoint.
 
-    Needed after writes through `.data` (an exponential moving average swapped in, for example); in-place operations
-    on the parameters themselves are noticed.
+    Needed after writes through `.data` (an exponential moving average swapped in, for example) and after steps of the
+    optimizer that the engine does not know of (`engine.optimizer.step()`); in-place operations on the parameters
+    themselves are noticed.
     """
     global _epoch
     _epoch = next(_epochs)

@@ -122,7 +122,7 @@ def _count_quantizations() -> None:
         counts = [0, 0]
         for number, layer in enumerate(_layers(engine)):
 
-            def counting(weights, number=number, original=layer.cache._quantize):
+            def counting(weights, counts=counts, number=number, original=layer.cache._quantize):
                 counts[number] += 1
                 return original(weights)
 
