@@ -94,7 +94,7 @@ def install() -> None:
         result = original(self, model)
         # The model may come from an earlier engine that had another block.
         checkpointing.remove(model)
-        for layer in _find_layers(model):
+        for layer in find_layers(model):
             expert_level.restore(layer.module)
             restore_class(layer.module)
         if plan is not None:
@@ -166,15 +166,17 @@ def make_plan(
     announcement.block = flatten(config)
     if not config.enabled:
         return None
+    announcement.moe_requests = config.moe_requests
     compat.check_deepspeed()
-    layers = _find_layers(model)
+    layers = find_layers(model)
     announcement.moe_layers = len(layers)
     if any(layer.implementation == "AutoEP" for layer in layers):
         compat.check_transformers()
     plan = Plan(config, layers, ResolvedConfig(config, [layer.name for layer in layers]).recipes)
     _plan_expert_level(plan, device, announcement)
     if config.checkpointing.enabled:
-        plan.checkpointed = checkpointing.find_targets(model, layers, config.checkpointing.scope)
+        own_saving = {layer.name for layer in plan.expert_level}
+        plan.checkpointed = checkpointing.find_targets(model, layers, config.checkpointing.scope, own_saving)
     _refuse_what_cannot_work(plan, ds_config)
     if plan.compressed:
         classic.install()
@@ -223,7 +225,7 @@ def _plan_expert_level(plan: Plan, device: torch.device, announcement: Announcem
         expert_level.check_autoep_seam()
 
 
-def _find_layers(model: torch.nn.Module) -> list[MoELayer]:
+def find_layers(model: torch.nn.Module) -> list[MoELayer]:
     return [*classic.find(model), *autoep.find(model)]
 
 

@@ -113,8 +113,8 @@ class WeightCache:
         self._kept: Fp8Weights | None = None
 
     def get(self, weights: Sequence[torch.Tensor], keep: bool = True) -> Fp8Weights:
-        """The FP8 operands of these weights as they are now; `keep` False for weights that come and go."""
-        if not self._keep or not keep:
+        """The FP8 operands of these weights as they are now; `keep` False if they are known to come and go."""
+        if not self._keep or not keep or come_and_go(weights):
             return self._quantize(weights)
         key = (_epoch, *((w.data_ptr(), -1 if w.is_inference() else w._version) for w in weights))
         if key != self._key:

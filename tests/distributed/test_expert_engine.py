@@ -32,7 +32,7 @@ def _build(
 
 def _layers(engine) -> list:
     layers = [m.ds_fp4_experts for m in engine.module.modules() if "ds_fp4_experts" in m.__dict__]
-    assert len(layers) == 2, "the expert level did not take the layers over"
+    assert len(layers) == engine.module.config.num_hidden_layers, "the expert level did not take the layers over"
     return layers
 
 
@@ -58,8 +58,9 @@ def _weights_change(experts: dict, zero: int) -> list[float]:
     """Losses over steps, a loaded checkpoint and every way of changing weights by hand."""
     import ds_fp4
 
-    engine = _build(experts, zero=zero, accumulation=2)
-    data = _data(8)
+    engine = _build(experts, zero=zero, accumulation=2, model=dict(num_hidden_layers=1))
+    assert len(_layers(engine)) == 1
+    data = _data(7)
     losses = models.train(engine, data[:4])
     folder = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(folder)
@@ -192,25 +193,32 @@ def _problems(world: int) -> list[tuple[str, list[torch.Tensor]]]:
     ]
 
 
+def _part(whole, ids: list[torch.Tensor]) -> tuple:
+    """This rank's part of a problem of all ranks; its tokens and its experts."""
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    rows = slice(sum(len(i) for i in ids[:rank]), sum(len(i) for i in ids[: rank + 1]))
+    own = slice(8 // world * rank, 8 // world * (rank + 1))
+    mine = whole._replace(
+        x=whole.x.detach()[rows].clone().requires_grad_(),
+        scores=whole.scores.detach()[rows].clone().requires_grad_(),
+        expert_ids=whole.expert_ids[rows],
+        weights=tuple(torch.nn.Parameter(w.detach()[own].clone()) for w in whole.weights),
+        dy=whole.dy[rows],
+    )
+    return mine, rows, own
+
+
 def _routing_by_hand() -> None:
     from tests.unit.expert_cases import make_layer, make_problem, recipe_of, relative_error, spec_of
     from tests.unit.expert_emulation import emulate
 
-    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    world = torch.distributed.get_world_size()
     for name, ids in _problems(world):
         for recipe in (recipe_of("fp8"), recipe_of("mxfp4", {"combine_forward": "mxfp4"}, recompute="fc1")):
             whole = make_problem(expert_ids=torch.cat(ids))
             arguments = (whole.x.detach(), whole.scores.detach(), whole.expert_ids, whole.weights, whole.dy)
             expected = emulate(*arguments, recipe, world)
-            rows = slice(sum(len(i) for i in ids[:rank]), sum(len(i) for i in ids[: rank + 1]))
-            own = slice(8 // world * rank, 8 // world * (rank + 1))
-            mine = whole._replace(
-                x=whole.x.detach()[rows].clone().requires_grad_(),
-                scores=whole.scores.detach()[rows].clone().requires_grad_(),
-                expert_ids=whole.expert_ids[rows],
-                weights=tuple(torch.nn.Parameter(w.detach()[own].clone()) for w in whole.weights),
-                dy=whole.dy[rows],
-            )
+            mine, rows, own = _part(whole, ids)
             layer = make_layer(recipe, spec_of(whole.expert_ids.shape[1], world), torch.distributed.group.WORLD)
             for key, value in mine.run(layer).items():
                 wanted = expected[key][own if key in ("w1", "w2", "w3") else rows]
@@ -221,9 +229,30 @@ def _routing_by_hand() -> None:
                     assert relative_error(value, wanted) <= 4e-3, (name, key, relative_error(value, wanted))
 
 
+def _near_bf16() -> dict:
+    """Cosines to BF16 with every leg quantized; they are checked too."""
+    from tests.unit.expert_cases import cosine, deepspeed_result, make_layer, make_problem, recipe_of, spec_of
+
+    world = torch.distributed.get_world_size()
+    cases = (("fp8", "fp8", 0.996), ("mxfp4", "fp8", 0.975), ("mxfp4", "mxfp4", 0.96))
+    found = {}
+    for k in (2, 6):
+        whole = make_problem(tokens=60 * world, k=k)
+        expected = deepspeed_result(whole)
+        for recipe, saved, floor in cases:
+            mine, rows, own = _part(whole, [torch.empty(60)] * world)
+            spec = spec_of(k, world)
+            layer = make_layer(recipe_of(recipe, saved_activations=saved), spec, torch.distributed.group.WORLD)
+            for key, value in mine.run(layer).items():
+                near = cosine(value, expected[key][own if key in ("w1", "w2", "w3") else rows])
+                assert near >= floor, (recipe, saved, k, key, near)
+                found[recipe, saved, k, key] = near
+    return found
+
+
 @pytest.mark.parametrize("world_size", (2, 4))
 def test_any_routing(world_size):
-    _all(world_size, [_routing_by_hand])
+    _all(world_size, [_routing_by_hand, _near_bf16])
 
 
 # With other features
