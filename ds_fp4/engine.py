@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
@@ -38,7 +39,7 @@ from ds_fp4.config import (
 from ds_fp4.experts import weights_changed
 from ds_fp4.integrations import autoep, checkpointing, classic, expert_level
 from ds_fp4.integrations.layers import MoELayer
-from ds_fp4.integrations.seam import restore_class, swap_class
+from ds_fp4.integrations.seam import SeamError, restore_class, swap_class
 from ds_fp4.startup import Announcement, agree
 from ds_fp4.summary import log_summary
 from ds_fp4.version import __version__
@@ -104,7 +105,18 @@ def install() -> None:
     configure_distributed_model._ds_fp4_hook = True
     setattr(DeepSpeedEngine, _HOOKED, configure_distributed_model)
     for name in _CHANGE_WEIGHTS:
-        setattr(DeepSpeedEngine, name, _ending_an_epoch(getattr(DeepSpeedEngine, name)))
+        if hasattr(DeepSpeedEngine, name):
+            setattr(DeepSpeedEngine, name, _ending_an_epoch(getattr(DeepSpeedEngine, name)))
+
+
+def _check_epochs() -> None:
+    """Raise SeamError if a method that changes weights is not hooked: FP8 copies of them would go stale unnoticed."""
+    for name in _CHANGE_WEIGHTS:
+        if not getattr(getattr(DeepSpeedEngine, name, None), "_ds_fp4_hook", False):
+            raise SeamError(
+                f"DeepSpeed {deepspeed.__version__}: DeepSpeedEngine.{name}, after which FP8 weights are made anew, "
+                f'is not there or was replaced. Install a tested release, or set {BLOCK}.experts.compute to "bf16".'
+            )
 
 
 def _ending_an_epoch(method: Callable) -> Callable:
@@ -115,6 +127,7 @@ def _ending_an_epoch(method: Callable) -> Callable:
         finally:
             weights_changed()
 
+    changes_weights._ds_fp4_hook = True
     return changes_weights
 
 
@@ -208,6 +221,7 @@ def _plan_expert_level(plan: Plan, device: torch.device, announcement: Announcem
     if faults:
         raise ConfigError("\n".join(faults))
     if plan.gemms:
+        _check_epochs()
         expert_level.check_autoep_seam()
 
 

@@ -48,9 +48,9 @@ def autoep_spec(layer: AutoEPMoELayer) -> LayerSpec:
 
 def autoep_obstacle(layer: AutoEPMoELayer) -> str | None:
     """Why the expert level cannot take over this AutoEP layer, as the end of a sentence; None if it can."""
-    folding = layer.folding_group_handles
     if not hasattr(AutoEPMoELayer, "_forward") or not hasattr(AutoEPMoELayer, "_finalize_output"):
         return f"DeepSpeed {deepspeed.__version__}'s AutoEP layer has no seam for it (0.19.8 and later have one)"
+    folding = layer.folding_group_handles
     if layer.score_apply != "post":
         return f'it applies routing weights before the experts (expert_parallel.score_apply "{layer.score_apply}")'
     if folding is not None and folding.spec.tp_size > 1:
