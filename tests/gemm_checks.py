@@ -48,9 +48,10 @@ def real_rows(groups: Groups) -> torch.Tensor:
 
 def random_rows(groups: Groups, width: int, generator: torch.Generator) -> torch.Tensor:
     """BF16 [P, width] of Gaussian rows with a spread of norms, zeros on padding."""
-    x = torch.randn(groups.padded_rows, width, generator=generator)
-    x *= 2.0 ** torch.randint(-3, 4, (groups.padded_rows, 1), generator=generator)
-    x[groups.m_indices.cpu() < 0] = 0
+    device = groups.m_indices.device
+    x = torch.randn(groups.padded_rows, width, generator=generator, device=device)
+    x *= 2.0 ** torch.randint(-3, 4, (groups.padded_rows, 1), generator=generator, device=device)
+    x[groups.m_indices < 0] = 0
     return x.bfloat16()
 
 
@@ -63,11 +64,11 @@ def columns(x: torch.Tensor, groups: Groups) -> Pair:
 
 def operands(device: str, counts: Sequence[int], n: int, k: int, seed: int = 0) -> Operands:
     """A random problem: rows [P, K], weights [E, N, K]; left and right are columns of [P, N] and [P, K]."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     groups = Groups.of(counts, device)
-    q, scales = formats.bf16_to_fp8_row(random_rows(groups, k, generator).to(device))
-    weights = torch.randn(len(counts), n, k, generator=generator).bfloat16().to(device) * 0.02
-    left, right = (random_rows(groups, width, generator).to(device) for width in (n, k))
+    q, scales = formats.bf16_to_fp8_row(random_rows(groups, k, generator))
+    weights = torch.randn(len(counts), n, k, generator=generator, device=device, dtype=torch.bfloat16) * 0.02
+    left, right = (random_rows(groups, width, generator) for width in (n, k))
     return Operands(
         groups,
         (q, gemm_scales(scales)),

@@ -2,10 +2,10 @@
 # ds_fp4 Team
 """`ds-fp4 bench experts`: one layer's experts, forward and backward, against DeepSpeed's and the GEMMs alone.
 
-All of it in one run on one GPU: DeepSpeed's BF16 GroupedExperts on rows that are already in expert order, and its whole
-AutoEP path around them; the six FP8 GEMMs by each library; and ds_fp4 from tokens and routing to combined output and
-back, for each setting of what is kept. Weight gradients are BF16 everywhere. FP8 weights are made once a step and
-timed apart.
+All of it in one run on one GPU: DeepSpeed's BF16 GroupedExperts on rows that are already in expert order, and its
+whole AutoEP path around them; the six FP8 GEMMs by each library; and ds_fp4 from tokens and routing to combined
+output and back, for each setting of what is kept. Weight gradients are BF16 everywhere. FP8 weights are made once a
+step and timed apart.
 """
 
 from __future__ import annotations
@@ -291,16 +291,26 @@ def profile_step(step: Callable[[], None], clear: Callable[[], None]) -> dict:
     clear()
     torch.cuda.synchronize()
     with _profiled() as kernels:
+        step()  # the profiler's own start falls into this one
+        clear()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1000)  # its kernel's name tells where the step begins
         step()
+    kernels = kernels[max(i for i, kernel in enumerate(kernels) if "spin_kernel" in kernel[2]) + 1 :]
     by_name: dict[str, list[float]] = {}
-    busy, end = 0.0, kernels[0][0]
+    busy, end, previous = 0.0, kernels[0][0], ""
+    gaps = []
     for start, stop, name in kernels:
-        by_name.setdefault(name.split("<")[0].split("(")[0].removeprefix("void ")[:60], []).append(stop - start)
+        name = name.split("<")[0].split("(")[0].removeprefix("void ")[:50]
+        by_name.setdefault(name, []).append(stop - start)
+        if start > end:
+            gaps.append((start - end, end - kernels[0][0], previous, name))
         busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
+        if stop > end:
+            end, previous = stop, name
     span = end - kernels[0][0]
     ranked = sorted(((sum(times), len(times), name) for name, times in by_name.items()), reverse=True)
-    return {"microseconds": span, "idle_share": 1 - busy / span, "kernels": ranked}
+    return {"microseconds": span, "idle_share": 1 - busy / span, "kernels": ranked, "gaps": sorted(gaps)[::-1]}
 
 
 def main(args: argparse.Namespace) -> int:
@@ -359,6 +369,8 @@ def _measure_shape(shape: Shape, device: torch.device, args: argparse.Namespace)
             print(f"    GPU idle {result['profile']['idle_share']:.1%} of {result['profile']['microseconds']:.0f} us")
             for microseconds, calls, kernel in result["profile"]["kernels"][:30]:
                 print(f"    {microseconds:8.0f} us {calls:3d} x {kernel}")
+            for microseconds, at, before, after in result["profile"]["gaps"][:12]:
+                print(f"    idle {microseconds:5.0f} us at {at:6.0f}: {before} -> {after}")
         del step
         torch.cuda.empty_cache()
     inputs.clear()

@@ -34,21 +34,14 @@ class Counts:
 class PendingCounts:
     """Counts on their way to the host: what is launched between `start_counts` and `wait` keeps the GPU busy."""
 
-    def __init__(self, tables: torch.Tensor) -> None:
-        # tables: int32 [2, ranks, local experts + 1], what this rank sends and what it receives.
-        self._event = None
-        if tables.is_cuda:
-            self._host = torch.empty(tables.shape, dtype=tables.dtype, pin_memory=True)
-            self._host.copy_(tables, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._host = tables
+    def __init__(self, sent: torch.Tensor, received: torch.Tensor, event: torch.cuda.Event | None) -> None:
+        # int32 [ranks, local experts + 1] on the host, there once the event has happened.
+        self._sent, self._received, self._event = sent, received, event
 
     def wait(self) -> Counts:
         if self._event is not None:
             self._event.synchronize()
-        sent, received = self._host.tolist()
+        sent, received = self._sent.tolist(), self._received.tolist()
         rows = [sum(column) for column in zip(*received, strict=True)][:-1]
         return Counts([row[-1] for row in sent], [row[-1] for row in received], tuple(padded_sizes(rows)))
 
@@ -75,16 +68,26 @@ class Exchange:
 
     def __init__(self, group: Any, ep_size: int) -> None:
         self.group, self.ep_size = group, ep_size
+        # Pinned memory and an event, used again by each forward: one waits for its own before it goes on.
+        self._host: torch.Tensor | None = None
+        self._event: torch.cuda.Event | None = None
 
     def start_counts(self, table: torch.Tensor) -> PendingCounts:
         """Exchange a send plan's table, int32 [ranks, local experts + 1]: one collective, one copy to the host."""
-        tables = torch.empty(2, *table.shape, dtype=table.dtype, device=table.device)
-        tables[0].copy_(table)
         if self.ep_size == 1:
-            tables[1].copy_(table)
+            tables = table[None]
         else:
+            tables = torch.empty(2, *table.shape, dtype=table.dtype, device=table.device)
+            tables[0].copy_(table)
             dist.all_to_all_single(tables[1], table, group=self.group)
-        return PendingCounts(tables)
+        if tables.is_cuda:
+            if self._host is None:
+                with torch.inference_mode(False):  # to be written to by training forwards too
+                    self._host = torch.empty(tables.shape, dtype=tables.dtype, pin_memory=True)
+                self._event = torch.cuda.Event()
+            tables = self._host.copy_(tables, non_blocking=True)
+            self._event.record()
+        return PendingCounts(tables[0], tables[-1], self._event)
 
     def start(self, records: torch.Tensor, send: list[int], receive: list[int]) -> PendingRecords:
         """Begin the exchange of uint8 [sum(send), bytes]; the result is uint8 [sum(receive), bytes]."""

@@ -79,10 +79,15 @@ def _gradient_tail(layer: ExpertLayer, records: torch.Tensor) -> torch.Tensor:
     return layer.dispatch_backward.tail(records)[:, : 4 * layer.spec.top_k].view(torch.float32)
 
 
-def _sum_over_ranks(layer: ExpertLayer, records: RecordFormat, returned: torch.Tensor, lists: torch.Tensor):
-    """BF16 [T, H]; a token has at most one record from each rank."""
-    most = min(lists.shape[1], layer.spec.ep_size)
-    return records.sums(returned, lists if most == lists.shape[1] else lists[:, :most].contiguous())
+def _sum_over_ranks(
+    layer: ExpertLayer, records: RecordFormat, returned: torch.Tensor, lists: torch.Tensor
+) -> torch.Tensor:
+    """[T, H]: each token's sum over the ranks that it was sent to, at most one record from each."""
+    ranks = layer.spec.ep_size
+    if ranks == 1 and returned.shape[0] == lists.shape[0]:
+        # Every token has its one record, in the order of tokens.
+        return records.values(returned)
+    return records.sums(returned, lists[:, : min(lists.shape[1], ranks)].contiguous())
 
 
 class _Experts(torch.autograd.Function):
@@ -91,24 +96,24 @@ class _Experts(torch.autograd.Function):
         spec, exchange, compute = layer.spec, layer.exchange, layer.compute
         send = ops.plan_send(expert_ids, spec.ep_size, spec.local_experts)
         pending_counts = exchange.start_counts(send.table)
-        # Work that needs no counts keeps the GPU busy while they travel.
+        # The GPU works on while counts travel: as many records are made as there may be, and those that are not are
+        # zeros at the end.
         fronts = layer.dispatch.allocate(x.shape[0], x.device, front_only=True)
         layer.dispatch.encode(x.contiguous(), fronts)
-        fp8 = layer.cache.get(weights)
-        counts = pending_counts.wait()
-
-        tokens = send.tokens[: sum(counts.sent)]
-        outgoing = _outgoing(layer.dispatch, fronts, tokens)
+        outgoing = _outgoing(layer.dispatch, fronts, send.tokens)
         ops.pack_routing(
-            expert_ids, scores, tokens, send.records, spec.local_experts, out=layer.dispatch.tail(outgoing)
+            expert_ids, scores, send.tokens, send.records, spec.local_experts, out=layer.dispatch.tail(outgoing)
         )
         del fronts
-        received = exchange.start(outgoing, counts.sent, counts.received).wait()
+        fp8 = layer.cache.get(weights)
+        counts = pending_counts.wait()
+        records = sum(counts.sent)
+        received = exchange.start(outgoing[:records], counts.sent, counts.received).wait()
         del outgoing
         plan = ops.plan_receive(layer.dispatch.tail(received), spec.top_k, spec.local_experts, counts.padded_rows)
         routing = _Routing(
             expert_ids,
-            tokens,
+            send.tokens[:records],
             send.records,
             plan.order,
             plan.weights,

@@ -45,13 +45,15 @@ class ExpertLayer:
             raise ValueError(f"the expert level cannot compute this layer: {obstacle}")
         self.spec, self.recipe = spec, recipe
 
-        def records(leg: str, tail_bytes: int = 0) -> RecordFormat:
-            return RecordFormat(getattr(recipe, leg), spec.hidden, recipe.scale_rounding, tail_bytes)
+        def records(leg: str, tail_bytes: int = 0, operand: bool = True) -> RecordFormat:
+            # Sums that go nowhere are not worth rounding; GEMM operands are FP8 wherever they come from.
+            name = getattr(recipe, leg) if operand or spec.ep_size > 1 else "bf16"
+            return RecordFormat(name, spec.hidden, recipe.scale_rounding, tail_bytes)
 
         self.dispatch = records("dispatch_forward", _ROUTING_BYTES * spec.top_k)
-        self.combine = records("combine_forward")
+        self.combine = records("combine_forward", operand=False)
         self.combine_backward = records("combine_backward")
-        self.dispatch_backward = records("dispatch_backward", _GRADIENT_BYTES * spec.top_k)
+        self.dispatch_backward = records("dispatch_backward", _GRADIENT_BYTES * spec.top_k, operand=False)
         self.compute = Fp8Compute(spec, recipe, gemms)
         self.exchange = Exchange(group, spec.ep_size)
         self.cache = WeightCache(recipe.weight_cache == "step", self.compute.quantize_weights)

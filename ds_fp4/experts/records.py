@@ -93,6 +93,13 @@ class RecordFormat:
         """BF16 [T, H]: for each token the sum of the records that `lists` int32 [T, k] names."""
         return ops.combine_rows(self.rows(records), None, lists, row_format=self.name)
 
+    def values(self, records: torch.Tensor) -> torch.Tensor:
+        """BF16 [n, H]: the rows decoded."""
+        rows = self.rows(records)
+        if self._codec is None:
+            return rows
+        return (ops.fp4_row_to_bf16 if self.name == "mxfp4" else ops.fp8_row_to_bf16)(*rows)
+
     def gemm_rows(self, records: torch.Tensor, order: torch.Tensor) -> Pair:
         """FP8 operand [P, H] of a grouped GEMM; row p is that of record order[p], zeros where it is -1."""
         rows = self.rows(records)

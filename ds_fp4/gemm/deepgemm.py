@@ -10,8 +10,7 @@ it. Kernels are compiled by nvcc on first use of a shape and kept in DG_JIT_CACH
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -37,8 +36,11 @@ class DeepGemmBackend(Backend):
     name = "deepgemm"
 
     def __init__(self, device: torch.device) -> None:
-        import deep_gemm
-
+        try:
+            import deep_gemm
+        except AssertionError as error:
+            # Its only one at import, without words.
+            raise RuntimeError("deep_gemm finds no CUDA toolkit to compile with: set CUDA_HOME") from error
         for call in ("m_grouped_fp8_gemm_nt_contiguous", "k_grouped_fp8_gemm_nt_contiguous"):
             if not hasattr(deep_gemm, call):
                 raise RuntimeError(f"deep_gemm {_version()} has no {call}")
@@ -71,17 +73,20 @@ class DeepGemmBackend(Backend):
     @torch.no_grad()
     def _weight_gradient(self, a: Pair, b: Pair, groups: Groups, outs: Sequence[torch.Tensor]) -> None:
         n, k = a[1].shape[0], b[1].shape[0]
-        in_place = len(outs) == 1 and outs[0].dtype == torch.float32
-        gradient = (
-            outs[0] if in_place else torch.empty(len(groups.sizes), n, k, dtype=torch.float32, device=a[0].device)
-        )
+        experts, device = len(groups.sizes), a[0].device
+        # With few experts the library would pair blocks in clusters and multicast a tile to both. Pairs are counted
+        # over all experts' blocks: where an expert has an odd number, a pair straddles two experts and waits for a
+        # tile that is never sent. Empty experts at the end, which it skips, make them too many for that.
+        more = max(0, _CLUSTERED_GROUPS + 1 - experts)
+        sizes, device_sizes = list(groups.sizes) + more * [0], groups.padded_offsets.diff()
+        if more:
+            device_sizes = torch.nn.functional.pad(device_sizes, (0, more))
+        in_place = len(outs) == 1 and outs[0].dtype == torch.float32 and not more
+        gradient = outs[0] if in_place else torch.empty(experts + more, n, k, dtype=torch.float32, device=device)
         gradient.zero_()
-        with self._without_clusters(len(groups.sizes)):
-            self._library.k_grouped_fp8_gemm_nt_contiguous(
-                tuple(a), tuple(b), gradient, list(groups.sizes), groups.padded_offsets.diff(), gradient
-            )
+        self._library.k_grouped_fp8_gemm_nt_contiguous(tuple(a), tuple(b), gradient, sizes, device_sizes, gradient)
         if not in_place:
-            self._hand_out(gradient, outs)
+            self._hand_out(gradient[:experts], outs)
 
     @staticmethod
     def _hand_out(gradient: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
@@ -92,24 +97,6 @@ class DeepGemmBackend(Backend):
             return
         for out, part in zip(outs, gradient.split([out.shape[1] for out in outs], dim=1), strict=True):
             out.copy_(part)
-
-    @contextmanager
-    def _without_clusters(self, experts: int) -> Iterator[None]:
-        """An odd number of SMs, of which the library makes no clusters, while a weight gradient is launched.
-
-        With few experts it would pair blocks and multicast a tile to both. Pairs are counted over all experts'
-        blocks: where an expert has an odd number, a pair straddles two experts and waits for a tile that is never
-        sent. With more experts the library makes no clusters by itself.
-        """
-        if experts > _CLUSTERED_GROUPS:
-            yield
-            return
-        sms = self._library.get_num_sms()
-        self._library.set_num_sms(sms - 1 + sms % 2)
-        try:
-            yield
-        finally:
-            self._library.set_num_sms(sms)
 
 
 def _installed(package: str) -> str | None:

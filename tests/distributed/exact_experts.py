@@ -40,6 +40,9 @@ class ExactRecords(RecordFormat):
     def sums(self, records: torch.Tensor, lists: torch.Tensor) -> torch.Tensor:
         return _sums(self.rows(records), lists)
 
+    def values(self, records: torch.Tensor) -> torch.Tensor:
+        return self.rows(records)
+
     def gemm_rows(self, records: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _sums(self.rows(records), order[:, None]), None
 

@@ -120,7 +120,7 @@ def test_no_library_is_an_error_never_the_emulation(hopper, monkeypatch):
 def deep_gemm_module(monkeypatch, **changes):
     """A `deep_gemm` that computes on the host, refuses what the real one does, and notes its calls."""
     module = types.ModuleType("deep_gemm")
-    module.calls, module.sms = [], 132
+    module.calls = []
 
     def m_grouped(a, b, d, grouped_layout):
         assert type(a) is tuple and type(b) is tuple and d.is_contiguous() and d.dtype == torch.bfloat16
@@ -134,16 +134,15 @@ def deep_gemm_module(monkeypatch, **changes):
     def k_grouped(a, b, d, ks, grouped_layout, c):
         assert type(a) is tuple and type(b) is tuple and c is d and d.is_contiguous() and d.dtype == torch.float32
         assert type(ks) is list and grouped_layout.tolist() == ks and grouped_layout.dtype == torch.int32
+        assert d.shape[0] == len(ks)
         assert not bool(d.any()), "the output must be zeros"
         for expert, (left, right) in enumerate(zip(column_blocks(*a, ks), column_blocks(*b, ks), strict=True)):
             d[expert] += decode(*left) @ decode(*right).t()
-        module.calls.append(module.sms)
+        module.calls.append(len(ks))
 
     module.m_grouped_fp8_gemm_nt_contiguous = m_grouped
     module.k_grouped_fp8_gemm_nt_contiguous = k_grouped
     module.get_mk_alignment_for_contiguous_layout = lambda: 128
-    module.get_num_sms = lambda: module.sms
-    module.set_num_sms = lambda sms: setattr(module, "sms", sms)
     module.__version__ = "9.9"
     for name, value in changes.items():
         setattr(module, name, value)
@@ -201,11 +200,11 @@ def test_backends_hand_over_what_the_library_wants(fixture, counts, request):
 
 def test_few_experts_run_without_clusters(deepgemm_backend):
     library = sys.modules["deep_gemm"]
-    for experts, sms in ((1, 131), (4, 131), (5, 132)):
+    for experts, handed_over in ((1, 5), (4, 5), (5, 5), (6, 6)):
         library.calls.clear()
         problem = checks.operands("cpu", [1] * experts, 64, 64)
         checks.check_weight_gradient(deepgemm_backend, problem, (64,))
-        assert library.calls == [sms] and library.sms == 132
+        assert library.calls == [handed_over]
 
 
 @pytest.mark.parametrize("kind", ["forward", "weight_gradient"])
@@ -220,7 +219,7 @@ def test_a_library_is_tried_out_once(name, kind, hopper, monkeypatch):
     assert len(module.calls) == (name == "deepgemm")
 
 
-def test_why_a_library_cannot_be_had(hopper, monkeypatch):
+def test_why_a_library_cannot_be_had(hopper, monkeypatch, tmp_path):
     def fail(*arguments):
         raise RuntimeError("no kernel image")
 
@@ -236,6 +235,11 @@ def test_why_a_library_cannot_be_had(hopper, monkeypatch):
     selection._loaded.clear()
     monkeypatch.setitem(sys.modules, "deep_gemm", None)
     assert "ModuleNotFoundError" in selection._load("deepgemm", CPU, "forward")
+    monkeypatch.delitem(sys.modules, "deep_gemm")
+    (tmp_path / "deep_gemm.py").write_text("cuda_home = None\nassert cuda_home is not None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    selection._loaded.clear()
+    assert "set CUDA_HOME" in selection._load("deepgemm", CPU, "forward")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in selection._load("cublas", CPU, "forward")
 
