@@ -59,7 +59,7 @@ class ExpertsConfig(_Block):
 
 
 def _check_scope(value: Any) -> Any:
-    patterns = isinstance(value, list) and value and all(isinstance(item, str) and item for item in value)
+    patterns = isinstance(value, list) and all(isinstance(item, str) and item for item in value)
     if value not in ("experts", "layers") and not patterns:
         raise PydanticCustomError(
             "scope", 'allowed values are "experts", "layers" or a list of patterns of module names'
@@ -100,6 +100,13 @@ class DsFp4Config(_Block):
     experts: ExpertsConfig = ExpertsConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     layers: dict[str, Annotated[LayerOverride, BeforeValidator(_recipe_name_as_override)]] = {}
+
+    @property
+    def moe_requests(self) -> list[str]:
+        """The keys by which the block itself, not a default, asks for something that only MoE layers can do."""
+        nothing = {"recipe": "bf16", "all_to_all": AllToAllConfig(), "experts": ExpertsConfig(), "layers": {}}
+        keys = [key for key in nothing if key in self.model_fields_set and getattr(self, key) != nothing[key]]
+        return [f"{BLOCK}.{key}" for key in keys]
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def install() -> None:
         result = original(self, model)
         # The model may come from an earlier engine that had another block.
         checkpointing.remove(model)
-        for layer in _find_layers(model):
+        for layer in find_layers(model):
             expert_level.restore(layer.module)
             restore_class(layer.module)
         if plan is not None:
@@ -154,15 +154,17 @@ def make_plan(
     announcement.block = flatten(config)
     if not config.enabled:
         return None
+    announcement.moe_requests = config.moe_requests
     compat.check_deepspeed()
-    layers = _find_layers(model, mpu)
+    layers = find_layers(model, mpu)
     announcement.moe_layers = len(layers)
     if any(layer.implementation == "AutoEP" for layer in layers):
         compat.check_transformers()
     plan = Plan(config, layers, ResolvedConfig(config, [layer.name for layer in layers]).recipes)
     _plan_expert_level(plan, device, announcement)
     if config.checkpointing.enabled:
-        plan.checkpointed = checkpointing.find_targets(model, layers, config.checkpointing.scope)
+        own_saving = {layer.name for layer in plan.expert_level}
+        plan.checkpointed = checkpointing.find_targets(model, layers, config.checkpointing.scope, own_saving)
     _refuse_what_cannot_work(plan, ds_config)
     if plan.compressed:
         classic.install()
@@ -210,7 +212,8 @@ def _plan_expert_level(plan: Plan, device: torch.device, announcement: Announcem
         level.check_seam()
 
 
-def _find_layers(model: torch.nn.Module, mpu: Any = None) -> list[MoELayer]:
+def find_layers(model: torch.nn.Module, mpu: Any = None) -> list[MoELayer]:
+    """Every MoE layer of the model; `mpu` as in `make_plan`."""
     return [*classic.find(model, mpu), *autoep.find(model)]
 
 

@@ -6,7 +6,7 @@ Ranks with different codecs would decode each other's bytes wrongly or hang in a
 block, or the error it is about to raise, in the process group's key-value store, which works while a peer is dead or
 has no ds_fp4 at all. Rank 0 compares and publishes one verdict, so N ranks cost N messages:
 
-    rank r:  set  ds_fp4/start/<engine>/<r>         = {"version", "block", "moe_layers", "error"}
+    rank r:  set  ds_fp4/start/<engine>/<r>         = {"version", "block", "moe_layers", "moe_requests", "error"}
     rank 0:  wait for all of them, compare, set ds_fp4/start/<engine>/verdict
     rank r:  wait for the verdict; raise StartError if it is not "agreed"
 """
@@ -47,12 +47,14 @@ class Announcement:
         version: of ds_fp4.
         block: full key path -> value (`ds_fp4.config.flatten`); empty if the configuration has no block.
         moe_layers: MoE layers in this rank's part of the model; pipeline stages may have none.
+        moe_requests: keys that ask for something that only MoE layers can do (`DsFp4Config.moe_requests`).
         error: why this rank cannot start.
     """
 
     version: str
     block: dict[str, Any] = field(default_factory=dict)
     moe_layers: int = 0
+    moe_requests: list[str] = field(default_factory=list)
     error: str | None = None
 
     @property
@@ -78,7 +80,8 @@ def agree(mine: Announcement) -> None:
     """Announce this rank's block and return once every rank has announced the same one.
 
     Must be called once per engine on every rank. Raises StartError on every rank if blocks or versions differ, a rank
-    announced an error, a rank is missing after `start_timeout()` seconds, or no rank has a MoE layer.
+    announced an error, a rank is missing after `start_timeout()` seconds, or no rank has a MoE layer and the block
+    asks for more than checkpointing of modules by name.
     """
     engine = next(_engine_counter)
     if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
@@ -224,10 +227,34 @@ def judge(announcements: list[Announcement | None], timeout: float = DEFAULT_TIM
         return f"the ranks' {BLOCK} blocks differ; give every rank the same configuration:\n" + "\n".join(differences)
 
     if any(enabled) and not any(announcement.moe_layers for announcement in announcements):
+        return _judge_without_moe_layers(announcements)
+    return None
+
+
+def _judge_without_moe_layers(announcements: list[Announcement]) -> str | None:
+    """Checkpointing is all that a model without MoE layers can have, and a block that says nothing of them may ask."""
+    block = announcements[0].block
+    expected = (
+        "the model has no MoE layer: expected deepspeed.moe.layer.MoE modules, or a Hugging Face MoE with the "
+        "expert_parallel block enabled"
+    )
+    if not block.get(f"{BLOCK}.checkpointing.enabled"):
         return (
-            f"{BLOCK}.enabled is true, but the model has no MoE layer: expected deepspeed.moe.layer.MoE modules, or a "
-            "Hugging Face MoE with the expert_parallel block enabled. Add one of them, or set "
-            f"{BLOCK}.enabled to false."
+            f"{BLOCK}.enabled is true, but {expected}. Add one of them, or set {BLOCK}.enabled to false (or "
+            f"{BLOCK}.checkpointing.enabled to true, which works without them)."
+        )
+    requests = dict.fromkeys(key for announcement in announcements for key in announcement.moe_requests)
+    if requests:
+        keys = ", ".join(requests)
+        return (
+            f"{keys}: {expected}. Add one of them, or leave {keys} out, so that the block asks for checkpointing only."
+        )
+    scope = block[f"{BLOCK}.checkpointing.scope"]
+    if isinstance(scope, str):
+        return (
+            f'{BLOCK}.checkpointing.scope = "{scope}" is found by MoE layers, but {expected}. Set scope to a list of '
+            'patterns of module names, such as ["model.layers.*"], or to [] for what the model checkpoints by itself '
+            "(gradient_checkpointing_enable(), deepspeed.checkpointing.checkpoint)."
         )
     return None
 

@@ -65,10 +65,12 @@ def _level(plan: Plan, layer: MoELayer, recipe: LayerRecipe) -> str:
 def summary_lines(plan: Plan) -> list[str]:
     """The summary, a line an item."""
     changed = [layer for layer in plan.layers if layer in plan.compressed or layer in plan.expert_level]
-    lines = [
-        f"{BLOCK} {__version__}: MXFP4/FP8 in {len(changed)} of {len(plan.layers)} MoE layers, "
-        f"recipe {plan.config.recipe}"
-    ]
+    what = (
+        f"MXFP4/FP8 in {len(changed)} of {len(plan.layers)} MoE layers, recipe {plan.config.recipe}"
+        if plan.layers
+        else "no MoE layer in this part of the model, so nothing but checkpointing"
+    )
+    lines = [f"{BLOCK} {__version__}: {what}"]
     kinds: dict[tuple[LayerRecipe, int, int, str, str], list[str]] = {}
     for layer in changed:
         recipe = plan.recipes[layer.name]

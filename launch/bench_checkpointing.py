@@ -5,13 +5,14 @@
     deepspeed --num_gpus 2 launch/bench_checkpointing.py
     deepspeed --num_gpus 2 launch/bench_checkpointing.py --variants none torch layers-mxfp4 layers-mxfp4-offload
 
-The default shape is DeepSeek-V3's with 4 layers (1 dense), 32 experts, expert-parallel over all ranks. One engine runs
-all variants, one after the other, on the same batch. Columns, of the rank where they are largest:
+The default shape is DeepSeek-V3's with 4 layers (1 dense), 32 experts, expert-parallel over all ranks. The model is
+made on the device, and one engine runs all variants, one after the other, on the same batch: checkpointing is taken
+off and put on between them. Columns, of the rank where they are largest:
 
 - kept: bytes that autograd and checkpointing keep on the device for backward, per token and layer, counted by hooks
   over the decoder layers (distinct storages, parameters apart);
 - after forward: what the allocator holds after the forward more than before it (logits and loss included);
-- peak: of the allocator over whole steps;
+- peak: of the allocator over whole steps, more than before them (weights, optimizer and gradient buffers apart);
 - tokens/s: per rank, of the median step, with forward, backward and optimizer.
 """
 
@@ -34,8 +35,9 @@ import torch.distributed as dist
 
 import ds_fp4
 from ds_fp4.checkpointing import CheckpointOptions
-from ds_fp4.engine import _find_layers
+from ds_fp4.engine import find_layers
 from ds_fp4.integrations import checkpointing
+from ds_fp4.integrations.expert_level import ExpertLevelLayer
 from launch.engine import find_json, start_distributed
 from launch.model import expert_count, load_config
 
@@ -65,9 +67,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--recipe", default="bf16", choices=("bf16", "fp8", "mxfp4"), help="of the all-to-all")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=6, help="timed steps of each variant")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--output", type=Path, help="a JSON file for all numbers")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each variant")
+    parser.add_argument("--warmup", type=int, default=1, help="besides the step whose kept bytes are counted")
+    parser.add_argument("--output", type=Path, help="a JSON file for all numbers, rewritten after each variant")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.model_args is None:
@@ -110,11 +112,13 @@ def choose(engine: deepspeed.DeepSpeedEngine, variant: str) -> None:
     checkpointing.remove(model)
     model.gradient_checkpointing_disable()
     if variant in ("torch", "torch-offload"):
-        model.gradient_checkpointing_enable(offload=variant == "torch-offload")
+        model.gradient_checkpointing_enable({"use_reentrant": False}, offload=variant == "torch-offload")
     elif variant in PACKED:
         scope, format, *rest = variant.split("-")
         options = CheckpointOptions(format, "inexact" not in rest, "cpu" if "offload" in rest else "none")
-        checkpointing.install(model, checkpointing.find_targets(model, _find_layers(model), scope), options)
+        layers = find_layers(model)
+        own_saving = {layer.name for layer in layers if isinstance(layer.module, ExpertLevelLayer)}
+        checkpointing.install(model, checkpointing.find_targets(model, layers, scope, own_saving), options)
 
 
 class Kept:
@@ -126,10 +130,20 @@ class Kept:
         self._known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         self._alive: list[torch.Tensor] = []
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda t: t)
+        self._open = False
         self._handles = [
-            model.model.embed_tokens.register_forward_hook(lambda *_: self._hooks.__enter__() and None),
-            model.model.norm.register_forward_pre_hook(lambda *_: self._hooks.__exit__() and None),
+            model.model.embed_tokens.register_forward_hook(lambda *_: self._enter()),
+            model.model.norm.register_forward_pre_hook(lambda *_: self._leave()),
         ]
+
+    def _enter(self) -> None:
+        self._hooks.__enter__()
+        self._open = True
+
+    def _leave(self) -> None:
+        if self._open:
+            self._hooks.__exit__()
+            self._open = False
 
     def _note(self, t: torch.Tensor) -> torch.Tensor:
         storage = t.untyped_storage()
@@ -142,6 +156,7 @@ class Kept:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
 
     def close(self) -> int:
+        self._leave()  # if the forward failed between the two
         for handle in self._handles:
             handle.remove()
         self._alive.clear()
@@ -156,7 +171,7 @@ def step(
     start, before = time.perf_counter(), allocated(device)
     with ds_fp4.saved_tensors(variant.removeprefix("saved-")) if variant.startswith("saved-") else nullcontext():
         loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-    synchronize(device)
+    # Not synchronized: the allocator's counters are the host's.
     held = allocated(device) - before
     engine.backward(loss)
     engine.step()
@@ -177,16 +192,19 @@ def measure(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, variant: st
     device = tokens.device
     choose(engine, variant)
     kept = Kept(engine.module)
-    step(engine, tokens, variant, device)
-    kept_bytes = kept.close()
+    try:
+        step(engine, tokens, variant, device)
+    finally:
+        kept_bytes = kept.close()
     for _ in range(args.warmup):
         step(engine, tokens, variant, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     dist.barrier()
+    state = allocated(device)
     times, helds = zip(*(step(engine, tokens, variant, device) for _ in range(args.steps)), strict=True)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    peak = torch.cuda.max_memory_allocated(device) - state if device.type == "cuda" else 0
     layers = len(engine.module.model.layers)
     # saved_tensors packs inside of what the hooks here see: only the allocator can tell.
     per_token = None if variant.startswith("saved-") else kept_bytes / tokens.numel() / layers
@@ -195,11 +213,13 @@ def measure(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor, variant: st
         kept_per_token_and_layer=per_token,
         after_forward=max(helds),
         peak=peak,
+        model_state=state,
+        seconds=[round(seconds, 4) for seconds in times],
         tokens_per_second=tokens.numel() / statistics.median(times),
     )
     ranks: list[dict] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
-    worst = {key: max(rank[key] for rank in ranks) for key in ("after_forward", "peak")}
+    worst = {key: max(rank[key] for rank in ranks) for key in ("after_forward", "peak", "model_state")}
     if per_token is not None:
         worst["kept_per_token_and_layer"] = max(rank["kept_per_token_and_layer"] for rank in ranks)
     worst["tokens_per_second"] = min(rank["tokens_per_second"] for rank in ranks)
@@ -210,7 +230,7 @@ def table(rows: list[dict]) -> str:
     """Markdown, each number beside its ratio to the first variant's."""
     first = rows[0]
     lines = [
-        "| checkpointing | kept per token and layer | after forward | peak | tokens/s per rank |",
+        "| checkpointing | kept per token and layer | after forward | peak above model state | tokens/s per rank |",
         "| --- " * 5 + "|",
     ]
     for row in rows:
@@ -224,43 +244,54 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def report(args: argparse.Namespace, device: torch.device, rows: list[dict]) -> str:
+    """The table with what it was measured on."""
+    state = f", model state {rows[0]['model_state'] / 2**30:.1f} GiB" if device.type == "cuda" else ""
+    return (
+        f"{args.model} {' '.join(args.model_args)}, {dist.get_world_size()} x {device.type}, micro-batch "
+        f"{args.micro_batch_size} x {args.seq_len}, recipe {args.recipe}{state}\n\n{table(rows)}"
+    )
+
+
+def write(args: argparse.Namespace, rows: list[dict]) -> None:
+    """All numbers so far: a run that is cut short leaves what it has."""
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        values = {"arguments": {key: str(value) for key, value in vars(args).items()}, "rows": rows}
+        args.output.write_text(json.dumps(values, indent=2) + "\n")
+
+
 def main() -> None:
     args = parse_args()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    started = time.perf_counter()
     device = start_distributed()
+    say = print if dist.get_rank() == 0 else lambda *_, **__: None
     engine = build_engine(args, device)
     if device.type == "cuda":
         ds_fp4.ops.load_kernels()
-    vocabulary = engine.module.config.vocab_size
+    elif "torch-offload" in args.variants:
+        args.variants.remove("torch-offload")  # wants pinned memory
+    say(f"model and kernels ready after {time.perf_counter() - started:.0f} s", flush=True)
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (args.micro_batch_size, args.seq_len)
-    tokens = torch.randint(0, vocabulary, shape, generator=generator).to(device)
+    tokens = torch.randint(0, engine.module.config.vocab_size, shape, generator=generator).to(device)
     rows = []
-    if device.type == "cpu" and "torch-offload" in args.variants:
-        args.variants.remove("torch-offload")  # wants pinned memory
     for variant in args.variants:
+        begun = time.perf_counter()
         try:
             rows.append(measure(engine, tokens, variant, args))
         except torch.cuda.OutOfMemoryError:
             # On every rank or none: they run the same shapes.
-            if dist.get_rank() == 0:
-                print(f"{variant}: out of memory", flush=True)
+            say(f"{variant}: out of memory", flush=True)
             engine.module.zero_grad()
             torch.cuda.empty_cache()
             continue
+        say(f"{time.perf_counter() - begun:.1f} s: {json.dumps(rows[-1])}", flush=True)
         if dist.get_rank() == 0:
-            print(json.dumps(rows[-1]), flush=True)
-    if dist.get_rank() == 0 and rows:
-        print(
-            f"\n{args.model} {' '.join(args.model_args)}, {dist.get_world_size()} x {device.type}, micro-batch "
-            f"{args.micro_batch_size} x {args.seq_len}, recipe {args.recipe}\n\n{table(rows)}",
-            flush=True,
-        )
-        if args.output:
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(
-                json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "rows": rows}, indent=2)
-            )
+            write(args, rows)
+    if rows:
+        say(f"\n{report(args, device, rows)}", flush=True)
     dist.destroy_process_group()
 
 

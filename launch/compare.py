@@ -4,17 +4,79 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import statistics
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from launch.engine import find_json
 from launch.metrics import Summary
 from launch.plot import plot_losses
 
 LARGEST_SPREAD = 0.3  # percent: a baseline that moves more from seed to seed cannot show a difference of that size
 
 Results = dict[str, dict[int, Summary]]  # entry, then seed; the first entry is what the others are compared to
+
+
+# Options of launch/pretrain.py that do not change what one run of a comparison computes.
+_NOT_SETUP = ("compare", "seeds", "seed", "recipe", "config", "output", "share", "local_rank")
+
+
+@dataclass
+class Run:
+    """A finished run of a comparison that several jobs share, as `<output>/<label>-seed<seed>.summary.json`."""
+
+    title: str
+    processes: int
+    setup: dict
+    summary: Summary
+
+
+def labels_of(entries: list[str]) -> list[str]:
+    """The names of recipes or files in tables. ValueError if two are equal."""
+    labels = [Path(entry).stem for entry in entries]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"--compare {' '.join(entries)}: the names {labels} must differ. Rename one of the files.")
+    return labels
+
+
+def run_names(labels: list[str], seeds: list[int]) -> dict[tuple[str, int], str]:
+    """(label, seed) -> name of the run, in the order in which runs are done: pair by pair."""
+    return {(label, seed): f"{label}-seed{seed}" for seed in seeds for label in labels}
+
+
+def setup_of(args: argparse.Namespace, entry: str) -> dict:
+    """Everything that a run's losses depend on, its seed and the number of processes apart; as JSON gives it back."""
+    options = {key: str(value) for key, value in sorted(vars(args).items()) if key not in _NOT_SETUP}
+    return {"options": options, "json": json.loads(find_json(entry, args.moe).read_text())}
+
+
+def write_run(run: Run, output: Path, name: str) -> None:
+    """Writes it whole or not at all: others look for it meanwhile."""
+    path = output / f"{name}.summary.json"
+    path.with_suffix(".tmp").write_text(json.dumps(asdict(run), indent=2) + "\n")
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def read_run(output: Path, name: str) -> Run | None:
+    """None if the run has not finished."""
+    path = output / f"{name}.summary.json"
+    if not path.exists():
+        return None
+    values = json.loads(path.read_text())
+    return Run(**{**values, "summary": Summary(**values["summary"])})
+
+
+def claim(folder: Path, name: str) -> bool:
+    """Whether this is the first to claim `name`."""
+    try:
+        os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
 
 
 def compare(
@@ -27,9 +89,7 @@ def compare(
         output: folder for `compare.json`, rewritten after each run, and `compare.png`.
         run: trains one entry with one seed.
     """
-    labels = [Path(entry).stem for entry in entries]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"--compare {' '.join(entries)}: the names {labels} must differ. Rename one of the files.")
+    labels = labels_of(entries)
     results: Results = {label: {} for label in labels}
     summary = None
     for seed in seeds:
@@ -38,12 +98,18 @@ def compare(
             if summary is not None:
                 results[label][seed] = summary
                 write_results(results, output / "compare.json", title)
-    if summary is None:
-        return
+    if summary is not None:
+        report(results, output, title)
+
+
+def report(results: Results, output: Path, title: str, notes: list[str] | None = None) -> None:
+    """Writes `compare.json`, draws `compare.png`, prints the table with `notes` below."""
+    write_results(results, output / "compare.json", title)
     picture = output / "compare.png"
     plot_losses(results, picture, title)
     print(
-        f"\n{title}\n\n{format_table(results)}\n\nLoss curves: {picture}\nAll numbers: {output / 'compare.json'}",
+        "\n".join(["", title, "", format_table(results), *(notes or []), ""])
+        + f"\nLoss curves: {picture}\nAll numbers: {output / 'compare.json'}",
         flush=True,
     )
 
@@ -53,9 +119,9 @@ def spread_percent(losses: list[float]) -> float | None:
     return 100 * (max(losses) - min(losses)) / statistics.fmean(losses) if len(losses) > 1 else None
 
 
-def difference_percent(losses: dict[int, float], baseline: dict[int, float]) -> float:
-    """Mean over seeds of the paired difference to the baseline's loss with the same seed, in percent."""
-    return statistics.fmean(100 * (loss / baseline[seed] - 1) for seed, loss in losses.items() if seed in baseline)
+def differences_percent(losses: dict[int, float], baseline: dict[int, float]) -> list[float]:
+    """Each seed's difference to the baseline's loss with the same seed, in percent."""
+    return [100 * (loss / baseline[seed] - 1) for seed, loss in losses.items() if seed in baseline]
 
 
 def write_results(results: Results, path: Path, title: str) -> None:
@@ -87,8 +153,10 @@ def summarize_entries(results: Results) -> dict[str, dict]:
             )
         }
         losses = {seed: summary.held_out_loss for seed, summary in runs.items()}
+        differences = differences_percent(losses, baseline)
         row.update(
-            difference_percent=difference_percent(losses, baseline),
+            difference_percent=statistics.fmean(differences),
+            differences_percent=differences,
             spread_percent=spread_percent(list(losses.values())),
         )
         rows[label] = row
@@ -107,7 +175,7 @@ def format_table(results: Results) -> str:
     lines = [header]
     for label, row in rows.items():
         line = [label, f"{row['held_out_loss']:.4f}"]
-        line.append("-" if label == first else f"{row['difference_percent']:+.2f} %")
+        line.append("-" if label == first else _difference(row))
         line.append("one seed" if row["spread_percent"] is None else f"{row['spread_percent']:.2f} %")
         for leg in ("forward", "recompute", "backward") if with_recompute else ("forward", "backward"):
             sent, reference = row[f"{leg}_bytes"], rows[first][f"{leg}_bytes"]
@@ -124,6 +192,12 @@ def format_table(results: Results) -> str:
     ]
     text.insert(1, "-" * len(text[0]))
     return "\n".join([*text, "", *explain(rows, first, len(results[first]))])
+
+
+def _difference(row: dict) -> str:
+    differences = row["differences_percent"]
+    text = f"{row['difference_percent']:+.2f} %"
+    return text if len(differences) < 2 else f"{text} ({min(differences):+.2f} to {max(differences):+.2f})"
 
 
 def explain(rows: dict[str, dict], first: str, seeds: int) -> list[str]:
@@ -143,8 +217,8 @@ def explain(rows: dict[str, dict], first: str, seeds: int) -> list[str]:
         )
     else:
         notes.append(
-            f"Differences are means of {seeds} pairs with equal seeds; {first} itself moves by {spread:.2f} % "
-            "from seed to seed (max - min)."
+            f"Differences are means of {seeds} pairs with equal seeds (smallest to largest); {first} itself moves by "
+            f"{spread:.2f} % from seed to seed (max - min)."
         )
     if not rows[first]["forward_bytes"]:
         notes.append("Nothing was sent: there is no other rank that holds experts. Start at least two processes.")

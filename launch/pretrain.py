@@ -16,6 +16,7 @@ import logging
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # launchers start this file by its path
@@ -25,10 +26,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 import ds_fp4  # noqa: F401  (hooks engine construction)
-from launch.compare import compare
+from launch.compare import Run, claim, compare, labels_of, run_names, setup_of, write_run
 from launch.data import load_corpus
 from launch.engine import start_distributed
 from launch.loop import train
+from launch.metrics import Summary
 
 # Of the options that are not given. None leaves the JSON's value.
 DEFAULTS = {
@@ -84,6 +86,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     out.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --output")
     out.add_argument("--output", type=Path, default=Path("runs"), metavar="FOLDER")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    # launch/jobs.py passes it: where jobs say which runs they have taken.
+    parser.add_argument("--share", type=Path, help=argparse.SUPPRESS)
 
     args = parser.parse_args(argv)
     for name, value in DEFAULTS["cpu" if get_accelerator().device_name() == "cpu" else "gpu"].items():
@@ -106,7 +110,7 @@ def main() -> None:
     quieten_deepspeed()
     device = start_distributed()
     args.output.mkdir(parents=True, exist_ok=True)
-    corpus = load_corpus(args.data)
+    corpus, given = load_corpus(args.data), argparse.Namespace(**vars(args))
     if args.eval_tokens is None:  # as many as there are, whatever the text
         default = DEFAULT_EVAL_TOKENS["cpu" if device.type == "cpu" else "gpu"]
         args.eval_tokens = min(default, (len(corpus.held_out) - 1) // args.seq_len * args.seq_len)
@@ -114,14 +118,32 @@ def main() -> None:
     title = f"{Path(args.model).stem}, {args.moe}, {dist.get_world_size()} x {device.type}, {args.steps} steps"
     if dist.get_rank() == 0:
         print(f"{title}\n{corpus}", flush=True)
-    if args.compare:
-        seeds = args.seeds or [args.seed]
+    seeds = args.seeds or [args.seed]
+    if args.share:
+        share_runs(given, seeds, title, run=lambda entry, seed: train(args, corpus, device, entry, seed))
+    elif args.compare:
         compare(
             args.compare, seeds, args.output, title, run=lambda entry, seed: train(args, corpus, device, entry, seed)
         )
     else:
         train(args, corpus, device, args.config or args.recipe, args.seed)
     dist.destroy_process_group()
+
+
+def share_runs(
+    args: argparse.Namespace, seeds: list[int], title: str, run: Callable[[str, int], Summary | None]
+) -> None:
+    """Does the runs of the comparison `args`, as given on the command line, that no other job has taken."""
+    labels = labels_of(args.compare)
+    for (label, seed), name in run_names(labels, seeds).items():
+        entry = args.compare[labels.index(label)]
+        mine = [claim(args.share, name) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(mine)
+        if not mine[0]:
+            continue
+        summary = run(entry, seed)
+        if summary is not None:
+            write_run(Run(title, dist.get_world_size(), setup_of(args, entry), summary), args.output, name)
 
 
 def quieten_deepspeed() -> None:

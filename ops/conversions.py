@@ -15,7 +15,7 @@ import functools
 import torch
 
 from ds_fp4 import formats
-from ds_fp4.formats import checks, ue8m0
+from ds_fp4.formats import FP8_GROUP, MXFP4_BLOCK, checks, ue8m0
 from ds_fp4.ops.kernels import (
     KERNELS,
     SOURCE_SCALES,
@@ -25,6 +25,7 @@ from ds_fp4.ops.kernels import (
     launch_blocks,
     launch_columns,
     launch_rows,
+    row_parts,
     row_stride,
     scales_values,
 )
@@ -48,11 +49,13 @@ def bf16_to_fp4_row(
     if not _on_gpu(x):
         return formats.bf16_to_fp4_row(x, scale_rounding, index=index, out=out)
     packed, scales = checks.prepare_bf16_to_fp4_row(x, scale_rounding, index, out)
-    launch_rows(
-        "bf16_to_fp4_row", VALUES[x.dtype], packed.shape[0], x.shape[1], x.shape[0], index,
-        {"x": (x, 8 * x.element_size()), "packed": (packed, 4)},
-        scales=scales.data_ptr(), scales_stride=row_stride(scales), rounding=formats.SCALE_ROUNDINGS[scale_rounding],
-    )  # fmt: skip
+    for x_part, codes, block_scales in row_parts(x.shape[1], index, (x, 1), (packed, 2), (scales, MXFP4_BLOCK)):
+        launch_rows(
+            "bf16_to_fp4_row", VALUES[x.dtype], codes.shape[0], x_part.shape[1], x_part.shape[0], index,
+            {"x": (x_part, 8 * x.element_size()), "packed": (codes, 4)},
+            scales=block_scales.data_ptr(), scales_stride=row_stride(block_scales),
+            rounding=formats.SCALE_ROUNDINGS[scale_rounding],
+        )  # fmt: skip
     return packed, scales
 
 
@@ -68,11 +71,12 @@ def fp4_row_to_bf16(
     if not _on_gpu(packed):
         return formats.fp4_row_to_bf16(packed, scales, dtype=dtype, index=index, out=out)
     out = checks.prepare_fp4_row_to_bf16(packed, scales, dtype, index, out)
-    launch_rows(
-        "fp4_row_to_bf16", VALUES[dtype], out.shape[0], out.shape[1], packed.shape[0], index,
-        {"packed": (packed, 4), "out": (out, 8 * out.element_size())},
-        scales=scales.data_ptr(), scales_stride=row_stride(scales),
-    )  # fmt: skip
+    for codes, block_scales, values in row_parts(out.shape[1], index, (packed, 2), (scales, MXFP4_BLOCK), (out, 1)):
+        launch_rows(
+            "fp4_row_to_bf16", VALUES[dtype], values.shape[0], values.shape[1], codes.shape[0], index,
+            {"packed": (codes, 4), "out": (values, 8 * out.element_size())},
+            scales=block_scales.data_ptr(), scales_stride=row_stride(block_scales),
+        )  # fmt: skip
     return out
 
 
@@ -90,11 +94,12 @@ def bf16_to_fp8_row(
     q, scales = checks.prepare_bf16_to_fp8_row(x, scale_dtype, scale_layout, index, out)
     # Quantizing never gives an exponent under -127, which FP32 could hold.
     lowest = max(_lowest(scale_dtype, scale_layout), 0)
-    launch_rows(
-        "bf16_to_fp8_row", VALUES[x.dtype], q.shape[0], x.shape[1], x.shape[0], index,
-        {"x": (x, 8 * x.element_size()), "q": (q, 8)},
-        **scales_values("scales", scales, lowest),
-    )  # fmt: skip
+    for x_part, codes, group_scales in row_parts(x.shape[1], index, (x, 1), (q, 1), (scales, FP8_GROUP)):
+        launch_rows(
+            "bf16_to_fp8_row", VALUES[x.dtype], codes.shape[0], x_part.shape[1], x_part.shape[0], index,
+            {"x": (x_part, 8 * x.element_size()), "q": (codes, 8)},
+            **scales_values("scales", group_scales, lowest),
+        )  # fmt: skip
     return q, scales
 
 
@@ -110,11 +115,12 @@ def fp8_row_to_bf16(
     if not _on_gpu(q):
         return formats.fp8_row_to_bf16(q, scales, dtype=dtype, index=index, out=out)
     out = checks.prepare_fp8_row_to_bf16(q, scales, dtype, index, out)
-    launch_rows(
-        "fp8_row_to_bf16", VALUES[dtype], out.shape[0], out.shape[1], q.shape[0], index,
-        {"q": (q, 8), "out": (out, 8 * out.element_size())},
-        scales=scales.data_ptr(), scales_stride=row_stride(scales), scale_bytes=scales.element_size(),
-    )  # fmt: skip
+    for codes, group_scales, values in row_parts(q.shape[1], index, (q, 1), (scales, FP8_GROUP), (out, 1)):
+        launch_rows(
+            "fp8_row_to_bf16", VALUES[dtype], values.shape[0], values.shape[1], codes.shape[0], index,
+            {"q": (codes, 8), "out": (values, 8 * out.element_size())},
+            scales=group_scales.data_ptr(), scales_stride=row_stride(group_scales), scale_bytes=scales.element_size(),
+        )  # fmt: skip
     return out
 
 
@@ -133,12 +139,15 @@ def fp4_row_to_fp8_row(
             packed, scales, scale_dtype=scale_dtype, scale_layout=scale_layout, index=index, out=out
         )
     q, out_scales = checks.prepare_fp4_row_to_fp8_row(packed, scales, scale_dtype, scale_layout, index, out)
-    launch_rows(
-        "fp4_row_to_fp8_row", (), q.shape[0], q.shape[1], packed.shape[0], index,
-        {"packed": (packed, 8), "q": (q, 16)}, unit=16,
-        block_scales=scales.data_ptr(), block_scales_stride=row_stride(scales),
-        **scales_values("scales", out_scales, _lowest(scale_dtype, scale_layout)),
-    )  # fmt: skip
+    for source, block_scales, codes, group_scales in row_parts(
+        q.shape[1], index, (packed, 2), (scales, MXFP4_BLOCK), (q, 1), (out_scales, FP8_GROUP)
+    ):
+        launch_rows(
+            "fp4_row_to_fp8_row", (), codes.shape[0], codes.shape[1], source.shape[0], index,
+            {"packed": (source, 8), "q": (codes, 16)}, unit=16,
+            block_scales=block_scales.data_ptr(), block_scales_stride=row_stride(block_scales),
+            **scales_values("scales", group_scales, _lowest(scale_dtype, scale_layout)),
+        )  # fmt: skip
     return q, out_scales
 
 
@@ -154,13 +163,16 @@ def fp8_row_to_fp4_row(
     if not _on_gpu(q):
         return formats.fp8_row_to_fp4_row(q, scales, scale_rounding, index=index, out=out)
     packed, out_scales = checks.prepare_fp8_row_to_fp4_row(q, scales, scale_rounding, index, out)
-    launch_rows(
-        "fp8_row_to_fp4_row", SOURCE_SCALES[scales.dtype], packed.shape[0], q.shape[1], q.shape[0], index,
-        {"q": (q, 16), "packed": (packed, 8)}, unit=16,
-        group_scales=scales.data_ptr(), group_scales_stride=row_stride(scales),
-        scales=out_scales.data_ptr(), scales_stride=row_stride(out_scales),
-        rounding=formats.SCALE_ROUNDINGS[scale_rounding],
-    )  # fmt: skip
+    for source, group_scales, codes, block_scales in row_parts(
+        q.shape[1], index, (q, 1), (scales, FP8_GROUP), (packed, 2), (out_scales, MXFP4_BLOCK)
+    ):
+        launch_rows(
+            "fp8_row_to_fp4_row", SOURCE_SCALES[scales.dtype], codes.shape[0], source.shape[1], source.shape[0], index,
+            {"q": (source, 16), "packed": (codes, 8)}, unit=16,
+            group_scales=group_scales.data_ptr(), group_scales_stride=row_stride(group_scales),
+            scales=block_scales.data_ptr(), scales_stride=row_stride(block_scales),
+            rounding=formats.SCALE_ROUNDINGS[scale_rounding],
+        )  # fmt: skip
     return packed, out_scales
 
 
@@ -179,12 +191,15 @@ def fp8_row_to_fp8_row(
             q, scales, scale_dtype=scale_dtype, scale_layout=scale_layout, index=index, out=out
         )
     out_q, out_scales = checks.prepare_fp8_row_to_fp8_row(q, scales, scale_dtype, scale_layout, index, out)
-    launch_rows(
-        "fp8_row_to_fp8_row", SOURCE_SCALES[scales.dtype], out_q.shape[0], q.shape[1], q.shape[0], index,
-        {"source": (q, 16), "q": (out_q, 16)}, unit=16,
-        source_scales=scales.data_ptr(), source_scales_stride=row_stride(scales),
-        **scales_values("scales", out_scales, _lowest(scale_dtype, scale_layout)),
-    )  # fmt: skip
+    for source, source_scales, codes, group_scales in row_parts(
+        q.shape[1], index, (q, 1), (scales, FP8_GROUP), (out_q, 1), (out_scales, FP8_GROUP)
+    ):
+        launch_rows(
+            "fp8_row_to_fp8_row", SOURCE_SCALES[scales.dtype], codes.shape[0], source.shape[1], source.shape[0], index,
+            {"source": (source, 16), "q": (codes, 16)}, unit=16,
+            source_scales=source_scales.data_ptr(), source_scales_stride=row_stride(source_scales),
+            **scales_values("scales", group_scales, _lowest(scale_dtype, scale_layout)),
+        )  # fmt: skip
     return out_q, out_scales
 
 

@@ -34,6 +34,9 @@ TILE_TOKENS = 128  # kTokens, csrc/column_tiles.cuh
 # Tiles of 128 rows that follow each other before the next columns: their runs of 128 bytes lie side by side, and so do
 # the pieces of a row that neighboring columns read.
 STRIP = 8
+# Of a row that the kernels could not count within 31 bits, what is converted at a time: whole tiles, groups, blocks.
+PART_VALUES = 1 << 30
+LONGEST_ROW = (1 << 31) - 1
 # Enough blocks for the slowest to hardly matter at the end, few enough for a warp to take several tiles.
 BLOCKS_PER_MULTIPROCESSOR = 32
 
@@ -295,6 +298,29 @@ def _addresses(values: dict[str, int], units: Mapping[str, tuple[torch.Tensor, i
 def grid_for(threads: int, device: int) -> int:
     """Blocks for a kernel that goes over its work in grid strides."""
     return min(-(-threads // THREADS), multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
+
+
+def row_parts(
+    width: int, index: torch.Tensor | None, *tensors: tuple[torch.Tensor, int]
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """What a row kernel is to convert at a time: everything, or pieces of single rows where rows are too long for it.
+
+    Args:
+        width: values a row. index: the call's.
+        tensors: [rows, ...] of inputs and outputs, each with the values of a row that one element stands for.
+
+    Raises:
+        ValueError: such rows are not gathered.
+    """
+    if width <= LONGEST_ROW:
+        yield tuple(t for t, _ in tensors)
+        return
+    if index is not None:
+        raise ValueError(f"an index gathers rows of up to {LONGEST_ROW} values, got {width}; convert without an index")
+    for row in range(tensors[0][0].shape[0]):
+        for first in range(0, width, PART_VALUES):
+            last = min(first + PART_VALUES, width)
+            yield tuple(t[row : row + 1, first // values : -(-last // values)] for t, values in tensors)
 
 
 def launch_rows(

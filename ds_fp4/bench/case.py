@@ -25,9 +25,11 @@ class Case:
             read once, each output written once) and what to compare it with, or None. Must not time anything itself.
             Each call makes fresh tensors.
         peer: what it is compared with, "torch eager", where that needs saying.
+        required: the comparison is one of those with a target: made first, before the time for peers is used up.
     """
 
     name: str
     shapes: str
     make: Callable[[torch.device], Made]
     peer: str = ""
+    required: bool = False

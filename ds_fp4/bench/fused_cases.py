@@ -215,7 +215,8 @@ def _shape(*numbers: int) -> str:
 
 
 def _case(name: str, shapes: str, make: Callable[..., Made], *arguments: object, peer: str = "") -> Case:
-    return Case(name, shapes, lambda device: make(device, *arguments), peer)
+    required = name in ("swiglu_forward save=mxfp4", "swiglu_backward mxfp4") and shapes.startswith("DeepSeek-V3")
+    return Case(name, shapes, lambda device: make(device, *arguments), peer, required)
 
 
 def _model_cases(model: str, rows: int, hidden: int, width: int, experts: int, k: int) -> list[Case]:

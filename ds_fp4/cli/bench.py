@@ -9,6 +9,10 @@ import importlib
 
 BENCHMARKS = {
     "kernels": ("ds_fp4.bench.kernels", "time and bandwidth of every CUDA kernel against a copy and its peer"),
+    "all-to-all": (
+        "ds_fp4.bench.all_to_all",
+        "dispatch from BF16 tokens to GEMM-ready rows, against DeepSpeed AutoEP",
+    ),
     "experts": (
         "ds_fp4.bench.experts",
         "one layer's experts in FP8 against DeepSpeed's BF16 ones and the GEMMs alone",

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from ds_fp4 import ops
 from ds_fp4.experts.exchange import Counts
 from ds_fp4.experts.records import RecordFormat
-from ds_fp4.experts.weights import split_kinds
+from ds_fp4.experts.weights import Fp8Weights, split_kinds
 from ds_fp4.gemm import Groups
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def apply_experts(
     return _Experts.apply(layer, x, scores, expert_ids, *weights)
 
 
-class _Routing(NamedTuple):
+class Routing(NamedTuple):
     """Tensors of one forward's routing that its backward needs, in the order they are saved."""
 
     expert_ids: torch.Tensor  # [T, k]
@@ -90,55 +90,70 @@ def _sum_over_ranks(
     return records.sums(returned, lists[:, : min(lists.shape[1], ranks)].contiguous())
 
 
+def dispatch(
+    layer: ExpertLayer,
+    x: torch.Tensor,
+    scores: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: Sequence[torch.Tensor] = (),
+) -> tuple[torch.Tensor, Routing, Counts, Fp8Weights | None]:
+    """Tokens to the ranks of their experts.
+
+    Returns:
+        The records received, uint8 [U, bytes]; their routing; the counts; the weights' FP8 copies, made while the
+        counts travel (None without weights).
+    """
+    spec, exchange, records = layer.spec, layer.exchange, layer.dispatch
+    send = ops.plan_send(expert_ids, spec.ep_size, spec.local_experts)
+    pending_counts = exchange.start_counts(send.table)
+    # The GPU works on while counts travel: as many records are made as there may be, and those that are not are
+    # zeros at the end.
+    fronts = records.encode(x.contiguous(), records.allocate(x.shape[0], x.device, front_only=True))
+    outgoing = _outgoing(records, fronts, send.tokens)
+    ops.pack_routing(expert_ids, scores, send.tokens, send.records, spec.local_experts, out=records.tail(outgoing))
+    del fronts
+    fp8 = layer.cache.get(weights) if weights else None
+    counts = pending_counts.wait()
+    sent = sum(counts.sent)
+    received = exchange.start(outgoing[:sent], counts.sent, counts.received).wait()
+    del outgoing
+    plan = ops.plan_receive(records.tail(received), spec.top_k, spec.local_experts, counts.padded_rows)
+    routing = Routing(
+        expert_ids,
+        send.tokens[:sent],
+        send.records,
+        plan.order,
+        plan.weights,
+        plan.m_indices,
+        plan.group_sizes,
+        plan.padded_offsets,
+        plan.places,
+    )
+    return received, routing, counts, fp8
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layer, x, scores, expert_ids, *weights):
-        spec, exchange, compute = layer.spec, layer.exchange, layer.compute
-        send = ops.plan_send(expert_ids, spec.ep_size, spec.local_experts)
-        pending_counts = exchange.start_counts(send.table)
-        # The GPU works on while counts travel: as many records are made as there may be, and those that are not are
-        # zeros at the end.
-        fronts = layer.dispatch.allocate(x.shape[0], x.device, front_only=True)
-        layer.dispatch.encode(x.contiguous(), fronts)
-        outgoing = _outgoing(layer.dispatch, fronts, send.tokens)
-        ops.pack_routing(
-            expert_ids, scores, send.tokens, send.records, spec.local_experts, out=layer.dispatch.tail(outgoing)
-        )
-        del fronts
-        fp8 = layer.cache.get(weights)
-        counts = pending_counts.wait()
-        records = sum(counts.sent)
-        received = exchange.start(outgoing[:records], counts.sent, counts.received).wait()
-        del outgoing
-        plan = ops.plan_receive(layer.dispatch.tail(received), spec.top_k, spec.local_experts, counts.padded_rows)
-        routing = _Routing(
-            expert_ids,
-            send.tokens[:records],
-            send.records,
-            plan.order,
-            plan.weights,
-            plan.m_indices,
-            plan.group_sizes,
-            plan.padded_offsets,
-            plan.places,
-        )
+        compute, device, dtype = layer.compute, x.device, x.dtype
+        received, routing, counts, fp8 = dispatch(layer, x, scores, expert_ids, weights)
         groups = routing.groups(counts)
 
-        gate_up = compute.gemm(layer.dispatch.gemm_rows(received, plan.order), fp8.w13, groups)
-        h, saved = compute.activate(gate_up, plan.weights)
+        gate_up = compute.gemm(layer.dispatch.gemm_rows(received, routing.order), fp8.w13, groups)
+        h, saved = compute.activate(gate_up, routing.weights)
         del gate_up
         y = compute.gemm(h, fp8.w2, groups)
         del h
-        outgoing = layer.combine.allocate(received.shape[0], x.device)
-        layer.combine.sum_into(y, plan.places, outgoing)
+        outgoing = layer.combine.allocate(received.shape[0], device)
+        layer.combine.sum_into(y, routing.places, outgoing)
         del y
-        returned = exchange.start(outgoing, counts.received, counts.sent).wait()
-        output = _sum_over_ranks(layer, layer.combine, returned, send.records)
+        returned = layer.exchange.start(outgoing, counts.received, counts.sent).wait()
+        output = _sum_over_ranks(layer, layer.combine, returned, routing.records)
 
-        ctx.layer, ctx.counts, ctx.dtypes = layer, counts, (x.dtype, [w.dtype for w in weights])
+        ctx.layer, ctx.counts, ctx.dtype = layer, counts, dtype
         ctx.parts = (len(weights), len(routing))
         ctx.save_for_backward(*weights, *routing, received, *saved)
-        return output.to(x.dtype)
+        return output.to(dtype)
 
     @staticmethod
     @once_differentiable
@@ -148,7 +163,7 @@ class _Experts(torch.autograd.Function):
         count, routing_parts = ctx.parts
         tensors = ctx.saved_tensors
         weights = tensors[:count]
-        routing = _Routing(*tensors[count : count + routing_parts])
+        routing = Routing(*tensors[count : count + routing_parts])
         received, *saved = tensors[count + routing_parts :]
         del tensors
         groups, fp8 = routing.groups(counts), layer.cache.get(weights)
@@ -185,7 +200,7 @@ class _Experts(torch.autograd.Function):
             returned = travelling.wait()
             if needs_x:
                 x_gradient = _sum_over_ranks(layer, layer.dispatch_backward, returned, routing.records)
-                x_gradient = x_gradient.to(ctx.dtypes[0])
+                x_gradient = x_gradient.to(ctx.dtype)
             if needs_scores:
                 scores_gradient = ops.return_gradients(
                     routing.expert_ids, routing.records, _gradient_tail(layer, returned), layer.spec.local_experts

@@ -19,7 +19,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -54,7 +54,9 @@ def options_of(config: CheckpointingConfig, scale_rounding: str) -> CheckpointOp
 # --- which modules ---
 
 
-def find_targets(model: torch.nn.Module, layers: list[MoELayer], scope: str | list[str]) -> dict[str, torch.nn.Module]:
+def find_targets(
+    model: torch.nn.Module, layers: list[MoELayer], scope: str | list[str], own_saving: Collection[str] = ()
+) -> dict[str, torch.nn.Module]:
     """The modules to checkpoint, by name, in the model's order.
 
     Args:
@@ -62,14 +64,17 @@ def find_targets(model: torch.nn.Module, layers: list[MoELayer], scope: str | li
         layers: its MoE layers.
         scope: "experts" for the module that computes each MoE layer's experts; "layers" for every member of the
             ModuleList (of the Sequential, where there is none) that holds a MoE layer, the dense ones among them too;
-            or patterns of module names. A module inside another that is checkpointed is not checkpointed again.
+            or patterns of module names, none of them for what the model checkpoints by itself only. A module inside
+            another that is checkpointed is not checkpointed again.
+        own_saving: names of the layers whose experts pack what they save by themselves: "experts" leaves them out, so
+            that no second copy is kept.
 
     Raises ConfigError for a pattern that matches no module, and for a MoE layer outside of any module list.
     """
     modules = {name: module for name, module in model.named_modules() if name and _can_be_called(module)}
     if scope == "experts":
         names = {module: name for name, module in modules.items()}
-        return {names[layer.experts]: layer.experts for layer in layers}
+        return {names[layer.experts]: layer.experts for layer in layers if layer.name not in own_saving}
     wanted = _layer_names(model, layers) if scope == "layers" else _matching(modules, scope)
     return {
         name: module

@@ -28,7 +28,11 @@ from ds_fp4.integrations.seam import SeamError
 
 
 class ExpertLevelModule:
-    """Base of the mixins, by which a swapped module is known."""
+    """Base of all mixins, by which a swapped module is known."""
+
+
+class ExpertLevelLayer(ExpertLevelModule):
+    """Base of the mixins of swapped layers."""
 
 
 class ExpertLevelExperts(ExpertLevelModule):
@@ -54,7 +58,7 @@ class ExpertLevel:
         seam: methods of DeepSpeed's that are overridden or called: class, name, parameters when it was tested.
     """
 
-    layer: type[ExpertLevelModule]
+    layer: type[ExpertLevelLayer]
     experts: type[ExpertLevelExperts]
     spec: Callable[[torch.nn.Module], LayerSpec]
     seam: tuple[tuple[type, str, list[str]], ...]

@@ -17,7 +17,7 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
 
 from ds_fp4.experts import LayerSpec
-from ds_fp4.integrations.expert_level import ExpertLevel, ExpertLevelExperts, ExpertLevelModule
+from ds_fp4.integrations.expert_level import ExpertLevel, ExpertLevelExperts, ExpertLevelLayer
 
 
 def autoep_spec(layer: AutoEPMoELayer) -> LayerSpec:
@@ -55,7 +55,7 @@ def autoep_obstacle(layer: AutoEPMoELayer) -> str | None:
     return autoep_spec(layer).obstacle()
 
 
-class AutoEPLayer(ExpertLevelModule):
+class AutoEPLayer(ExpertLevelLayer):
     """Mixin of swapped layers."""
 
     @torch.compiler.disable

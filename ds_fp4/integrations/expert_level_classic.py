@@ -26,7 +26,7 @@ from torch import nn
 
 from ds_fp4.checkpointing import recomputing
 from ds_fp4.experts import LayerSpec
-from ds_fp4.integrations.expert_level import ExpertLevel, ExpertLevelExperts, ExpertLevelModule
+from ds_fp4.integrations.expert_level import ExpertLevel, ExpertLevelExperts, ExpertLevelLayer, ExpertLevelModule
 from ds_fp4.integrations.seam import CodecLayer
 from ds_fp4.nn import SwiGLUExpert
 
@@ -99,7 +99,7 @@ def _computes_by(module: nn.Module, forward: Callable, *ours: type) -> bool:
     return own.forward is forward and "forward" not in module.__dict__
 
 
-class ClassicLayer(ExpertLevelModule):
+class ClassicLayer(ExpertLevelLayer):
     """Mixin of swapped layers."""
 
     @torch.compiler.disable

@@ -26,11 +26,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp4_row_to_fp8_row(const
     const int own_row = threadIdx.x % kQuadGroupLanes;
     const int lowest = static_cast<int>(p.scales.lowest);
     for (Quad quad(p.rows); quad.inside(p.rows); quad.advance(p.rows)) {
-        uint32 codes[kQuadRows][2];
+        uint32 codes[kQuadRows][kQuadUnit / 8];
         uint32 scale[kQuadRows];
 #pragma unroll
         for (int step = 0; step < kQuadRows; ++step) {
-            codes[step][0] = codes[step][1] = 0;
+#pragma unroll
+            for (int i = 0; i < kQuadUnit / 8; ++i) {
+                codes[step][i] = 0;
+            }
             scale[step] = kUe8m0Nan;  // takes no part in the maximum
             if (quad.has_input(step)) {
                 const uint8* packed = row_of(p.packed + quad.first / 2, quad.input_row[step], p.packed_stride);
@@ -56,9 +59,11 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp4_row_to_fp8_row(const
             if (scale[step] == kUe8m0Nan && quad.has_input(step)) {
                 table = e4m3_nan_table();
             }
-            uint32 out[4];
-            e2m1x8_to_e4m3(codes[step][0], table, out[0], out[1]);
-            e2m1x8_to_e4m3(codes[step][1], table, out[2], out[3]);
+            uint32 out[kQuadUnit / 4];
+#pragma unroll
+            for (int i = 0; i < kQuadUnit / 8; ++i) {
+                e2m1x8_to_e4m3(codes[step][i], table, out[2 * i], out[2 * i + 1]);
+            }
             if (quad.has_output(step)) {
                 store_unit<kVector, uint8>(row_of(p.q + quad.first, quad.row + step, p.q_stride), quad.valid, out);
             }

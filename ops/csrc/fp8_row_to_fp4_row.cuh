@@ -29,12 +29,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp4_row(const
     const uint32 rounding = static_cast<uint32>(p.rounding);
     const int own_row = threadIdx.x % kQuadBlockLanes;
     for (Quad quad(p.rows); quad.inside(p.rows); quad.advance(p.rows)) {
-        uint32 codes[kQuadRows][4];
+        uint32 codes[kQuadRows][kQuadUnit / 4];
         uint32 stored[kQuadRows];  // scales as they are
         const char* scales = p.group_scales + quad.first / kFp8Group * (kFp32 ? 4 : 1);
 #pragma unroll
         for (int step = 0; step < kQuadRows; ++step) {
-            codes[step][0] = codes[step][1] = codes[step][2] = codes[step][3] = 0;
+#pragma unroll
+            for (int i = 0; i < kQuadUnit / 4; ++i) {
+                codes[step][i] = 0;
+            }
             stored[step] = 0;
             if (quad.has_input(step)) {
                 load_unit<kVector, uint8>(row_of(p.q + quad.first, quad.input_row[step], p.q_stride), quad.valid,
@@ -50,17 +53,24 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp4_row(const
             const bool nan = amax == 0x7F || exponent == kNanScale;
             const int wanted = fp8_to_fp4_exponent(amax, exponent, rounding);
             const int bounded = smaller(larger(wanted, 0), kHighestFp4Scale), shift = exponent - bounded;
-            uint32 first, second;
+            uint32 packed[kQuadUnit / 8];
             // Rounding down lets values reach 8; else only a scale that is too large for MXFP4 lets them pass 7.
             if (rounding == 0 || wanted > kHighestFp4Scale) {
-                first = e4m3x8_to_e2m1<true>(codes[step][0], codes[step][1], shift);
-                second = e4m3x8_to_e2m1<true>(codes[step][2], codes[step][3], shift);
+#pragma unroll
+                for (int i = 0; i < kQuadUnit / 8; ++i) {
+                    packed[i] = e4m3x8_to_e2m1<true>(codes[step][2 * i], codes[step][2 * i + 1], shift);
+                }
             } else {
-                first = e4m3x8_to_e2m1<false>(codes[step][0], codes[step][1], shift);
-                second = e4m3x8_to_e2m1<false>(codes[step][2], codes[step][3], shift);
+#pragma unroll
+                for (int i = 0; i < kQuadUnit / 8; ++i) {
+                    packed[i] = e4m3x8_to_e2m1<false>(codes[step][2 * i], codes[step][2 * i + 1], shift);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < kQuadUnit / 8; ++i) {
+                packed[i] = nan ? 0 : packed[i];
             }
             const uint32 scale = nan ? kUe8m0Nan : amax == 0 ? 0 : static_cast<uint32>(bounded);
-            const uint32 packed[2] = {nan ? 0 : first, nan ? 0 : second};
             if (quad.has_output(step)) {
                 uint8* address = row_of(p.packed + quad.first / 2, quad.row + step, p.packed_stride);
                 store_unit<kVector, uint8>(address, kQuadUnit / 2, packed);

@@ -29,12 +29,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp8_row(const
     for (Quad quad(p.rows); quad.inside(p.rows); quad.advance(p.rows)) {
         const int group = static_cast<int>(quad.first / kFp8Group);
         const bool has_group = group * kFp8Group < static_cast<int>(p.rows.width);
-        uint32 codes[kQuadRows][4];
+        uint32 codes[kQuadRows][kQuadUnit / 4];
         uint32 stored[kQuadRows];  // scales as they are
         const char* scales = p.source_scales + group * (kFp32 ? 4 : 1);
 #pragma unroll
         for (int step = 0; step < kQuadRows; ++step) {
-            codes[step][0] = codes[step][1] = codes[step][2] = codes[step][3] = 0;
+#pragma unroll
+            for (int i = 0; i < kQuadUnit / 4; ++i) {
+                codes[step][i] = 0;
+            }
             stored[step] = kFp32 ? fp32_power_bits(kEmptyScale) : kEmptyScale;
             if (quad.has_input(step)) {
                 const uint8* source = row_of(p.source + quad.first, quad.input_row[step], p.source_stride);
@@ -55,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp8_row(const
                 const uint32 factor = exponent == kNanScale ? kNanFactor : e4m3_factor(exponent - target);
                 target = exponent == kNanScale ? larger(kEmptyScale, lowest) : target;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
+                for (int i = 0; i < kQuadUnit / 4; ++i) {
                     codes[step][i] = scale_e4m3x4(codes[step][i], factor);
                 }
             }

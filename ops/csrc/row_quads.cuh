@@ -74,13 +74,14 @@ struct Quad {
         }
         if (p.index != nullptr) {
             const int* index = p.index + row;
+            int last = -1;
 #pragma unroll
             for (int step = 0; step < kQuadRows; ++step) {
                 if (step < rows) {
                     input_row[step] = __ldg(index + step);
                 }
+                last = max(last, input_row[step]);
             }
-            const int last = max(max(input_row[0], input_row[1]), max(input_row[2], input_row[3]));
             if (last >= static_cast<int>(p.input_rows)) {
                 __trap();  // reading there would be worse than stopping
             }

@@ -102,12 +102,13 @@ DS_FP4_HD void e2m1x8_to_e4m3(uint32 codes, const E4m3Table& table, uint32& firs
 
 // ---- FP8 to MXFP4 ----
 
-// The largest magnitude among 16 codes, as a code: 0x7F if one is NaN. Bytes compare as the high halves of 16-bit
+// The largest magnitude among codes, as a code: 0x7F if one is NaN. Bytes compare as the high halves of 16-bit
 // numbers; as BF16 numbers even the largest, 0x7F7F, is finite, and order is that of the bits.
-DS_FP4_HD uint32 e4m3_amax(const uint32 (&codes)[4]) {
+template <int kWords>
+DS_FP4_HD uint32 e4m3_amax(const uint32 (&codes)[kWords]) {
     uint32 odd = codes[0] & kE4m3NanCodes, even = odd << 8;
 #pragma unroll
-    for (int i = 1; i < 4; ++i) {
+    for (int i = 1; i < kWords; ++i) {
         const uint32 magnitudes = codes[i] & kE4m3NanCodes;
         odd = Bf16::max_magnitude(odd, magnitudes);
         even = Bf16::max_magnitude(even, magnitudes << 8);

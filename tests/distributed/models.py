@@ -102,6 +102,24 @@ def mixtral(seed: int = 0, **overrides: Any) -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**{**options, **overrides}))
 
 
+def llama(seed: int = 0, **overrides: Any) -> nn.Module:
+    """A small Hugging Face Llama: no MoE layer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    options = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{**options, **overrides}))
+
+
 def batches(steps: int, rank: int, micro_batch: int = 2, length: int = 16, seed: int = 1) -> list[torch.Tensor]:
     """Token batches, different on every rank and the same in every run."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)

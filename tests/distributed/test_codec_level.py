@@ -50,7 +50,7 @@ def _losses_through_shim(kind: str) -> list[float]:
     autoep.install()
     classic.install()
     engine = _make(kind, None)
-    layers = ds_fp4.engine._find_layers(engine.module)
+    layers = ds_fp4.engine.find_layers(engine.module)
     assert len(layers) == 2
     for layer in layers:
         swap_class(layer.module, layer.name, (Leg("dispatch", None, None), Leg("combine", None, None)))

@@ -178,6 +178,19 @@ def test_comparison_under_the_deepspeed_launcher(job, tmp_path):
     assert len(list(tmp_path.glob("*-seed*.jsonl"))) == 4
 
 
+def test_jobs_give_the_losses_of_one_job_that_does_all_runs(job, tmp_path):
+    words = [*job, "--compare", "bf16", "mxfp4", "--seeds", "0", "1", "--steps", "3"]
+    shared = [sys.executable, "launch/jobs.py", "--jobs", "2", "--processes", "1", "--output", str(tmp_path / "jobs")]
+    printed = run_launcher([*shared, *words])
+    run_ranks(1, pretrain, [*words, "--output", str(tmp_path / "one")], joins=False)
+    assert "4 of 4 runs to do, 2 jobs at a time" in printed and "(4 of 4, " in printed
+    assert "recipe  " in printed and "Up to 2 jobs ran at a time" in printed
+    for name in ("bf16-seed0", "mxfp4-seed0", "bf16-seed1", "mxfp4-seed1"):
+        (one, held_out), (shared, shared_held_out) = (lines(tmp_path / f / f"{name}.jsonl") for f in ("one", "jobs"))
+        assert len(one) == 3 and learned(one) == learned(shared) and held_out == shared_held_out
+    assert (tmp_path / "jobs" / "compare.png").exists()
+
+
 def test_torchrun(job, tmp_path):
     run_launcher([
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()),

@@ -62,6 +62,16 @@ def test_every_kernel_of_the_table_has_a_case():
     assert calls >= {WITHIN.get(name, name) for name in KERNELS}
 
 
+def test_required_comparisons_come_first():
+    required = [case for case in kernels.peers_first(kernels.registered_cases()) if case.required]
+    assert {case.name.split()[0] for case in required} == {
+        "bf16_to_fp4_row", "fp4_row_to_fp8_row", "fp4_row_to_fp8_col", "fp8_row_to_fp8_col", "bf16_to_fp8_row",
+        "swiglu_forward", "swiglu_backward",
+    }  # fmt: skip
+    assert len(required) == 7 and all("DeepSeek-V3" in case.shapes for case in required)
+    assert kernels.peers_first(kernels.registered_cases())[: len(required)] == required
+
+
 @pytest.mark.parametrize("name", sorted({case.name for case in conversion_cases.CASES}))
 def test_small_cases_run(on_host, name):
     case = next(c for c in conversion_cases.CASES if c.name == name and "small" in c.shapes)

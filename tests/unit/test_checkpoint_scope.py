@@ -38,13 +38,13 @@ class _Model(nn.Module):
         self.heads = nn.ModuleList([nn.Linear(2, 2)])
 
 
-def _names(model: nn.Module, scope) -> list[str]:
+def _names(model: nn.Module, scope, **options) -> list[str]:
     layers = [
         MoELayer(name, module, module.experts, hidden=2, ep_size=1, implementation="test", obstacle=None)
         for name, module in model.named_modules()
         if isinstance(module, _Moe)
     ]
-    return list(find_targets(model, layers, scope))
+    return list(find_targets(model, layers, scope, **options))
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,25 @@ def _names(model: nn.Module, scope) -> list[str]:
         (["*.mlp"], [f"layers.{i}.mlp" for i in range(4)]),
         (["layers.?", "*.mlp", "heads.0"], ["layers.0", "layers.1", "layers.2", "layers.3", "heads.0"]),
         (["layers*"], [f"layers.{i}" for i in range(4)]),
+        ([], []),
         (["layers.[13].attention", "heads.*"], ["layers.1.attention", "layers.3.attention", "heads.0"]),
     ),
 )
 def test_scopes(scope, names):
     assert _names(_Model(), scope) == names
+
+
+def test_experts_that_save_for_themselves_are_left_out_of_the_scope_experts_only():
+    model = _Model()
+    assert _names(model, "experts", own_saving={"layers.2.mlp"}) == ["layers.3.mlp.experts"]
+    assert _names(model, "experts", own_saving={"layers.2.mlp", "layers.3.mlp"}) == []
+    for scope in ("layers", ["*.mlp.experts"]):
+        assert _names(model, scope, own_saving={"layers.2.mlp"}) == _names(model, scope)
+
+
+def test_patterns_need_no_moe_layer():
+    dense = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert _names(dense, ["0"]) == ["0"] and _names(dense, []) == []
 
 
 def test_lists_of_lists_and_sequences():

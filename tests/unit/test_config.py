@@ -104,7 +104,7 @@ WRONG = [
         "ds_fp4.checkpointing.scope = 'layer': allowed values are "
         '"experts", "layers" or a list of patterns of module names',
     ),
-    ({"enabled": True, "checkpointing": {"scope": []}}, "ds_fp4.checkpointing.scope = []: allowed values"),
+    ({"enabled": True, "checkpointing": {"scope": [""]}}, "ds_fp4.checkpointing.scope = ['']: allowed values"),
     ({"enabled": True, "checkpointing": {"scope": ["a", 1]}}, "ds_fp4.checkpointing.scope = ['a', 1]: allowed values"),
     ({"enabled": True, "checkpointing": {"scope": "auto"}}, 'ds_fp4.checkpointing.scope = "auto": nothing fills in'),
     (

@@ -76,6 +76,24 @@ def test_rows_of_values(dtype, aligned):
             checks.check_fp8_row_to_bf16("cpu", rows, k, seed, dtype, index, SOURCES[seed % 2], aligned)
 
 
+def test_rows_too_long_for_the_kernels_are_converted_in_parts(host, monkeypatch):
+    monkeypatch.setattr(kernels, "LONGEST_ROW", 600)
+    monkeypatch.setattr(kernels, "PART_VALUES", 256)
+    launched = len(host.launched)
+    for rows, k, aligned in ((1, 608, True), (3, 1056, True), (2, 800, False)):
+        for scale in SCALES:
+            checks.check_fp4_row_to_fp8_row("cpu", rows, k, 0, "none", scale, aligned, 24)
+            checks.check_fp8_row_to_fp8_row("cpu", rows, k + 3, 0, "none", torch.uint8, scale, aligned, spread=254)
+            checks.check_bf16_to_fp8_row("cpu", "gaussian", rows, k + 3, 0, torch.bfloat16, "none", scale, aligned)
+        checks.check_fp8_row_to_fp4_row("cpu", rows, k, 0, "none", torch.float32, "even", aligned, spread=254)
+        checks.check_bf16_to_fp4_row("cpu", "gaussian", rows, k, 0, torch.bfloat16, "none", "even", aligned)
+        checks.check_fp4_row_to_bf16("cpu", rows, k, 0, torch.bfloat16, "none", aligned)
+        checks.check_fp8_row_to_bf16("cpu", rows, k + 3, 0, torch.bfloat16, "none", torch.float32, aligned)
+    assert len(host.launched) - launched > 3 * 13 * 2
+    with pytest.raises(ValueError, match="convert without an index"):
+        checks.check_fp4_row_to_bf16("cpu", 2, 608, 0, torch.bfloat16, "random", True)
+
+
 SIZES = [
     (_sizes(1), 32),
     (_sizes(0, 130, 0, 128, 3, 0), 288),

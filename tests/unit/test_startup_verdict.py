@@ -57,6 +57,45 @@ def test_pipeline_stages_without_moe_layers_are_fine_if_another_has_some():
     assert "no MoE layer" in judge([_announce(ON, moe_layers=0)] * 2)
 
 
+def _dense(checkpointing: dict | None, **block) -> str | None:
+    """The verdict on a model without MoE layers."""
+    block = {**ON, **({} if checkpointing is None else {"checkpointing": {"enabled": True, **checkpointing}}), **block}
+    return judge([_announce(block, moe_layers=0, moe_requests=parse_block(block).moe_requests)] * 2)
+
+
+@pytest.mark.parametrize("scope", (["model.layers.*"], []))
+@pytest.mark.parametrize(
+    "block", ({}, {"recipe": "bf16"}, {"scale_rounding": "floor"}, {"all_to_all": {}, "experts": {}, "layers": {}})
+)
+def test_checkpointing_by_name_needs_no_moe_layer(scope, block):
+    assert _dense(dict(scope=scope), **block) is None
+
+
+@pytest.mark.parametrize("checkpointing", ({}, dict(scope="layers"), dict(scope="experts")))
+def test_scopes_that_are_found_by_moe_layers_need_some(checkpointing):
+    verdict = _dense(checkpointing)
+    scope = checkpointing.get("scope", "layers")
+    assert f'ds_fp4.checkpointing.scope = "{scope}" is found by MoE layers, but the model has no MoE layer' in verdict
+    assert 'Set scope to a list of patterns of module names, such as ["model.layers.*"], or to []' in verdict
+
+
+@pytest.mark.parametrize(
+    "block, keys",
+    (
+        ({"recipe": "mxfp4"}, "ds_fp4.recipe"),
+        ({"all_to_all": {"combine_forward": "fp8"}}, "ds_fp4.all_to_all"),
+        ({"recipe": "fp8", "layers": {"*.0.*": "bf16"}}, "ds_fp4.recipe, ds_fp4.layers"),
+        ({"recipe": "bf16", "experts": {"compute": "fp8"}}, "ds_fp4.experts"),
+    ),
+)
+def test_a_block_that_asks_for_more_than_checkpointing_needs_moe_layers(block, keys):
+    verdict = _dense(dict(scope=["*"]), **block)
+    assert verdict.startswith(f"{keys}: the model has no MoE layer") and f"or leave {keys} out" in verdict
+    # Without checkpointing even a default is refused: nothing would be done.
+    assert "ds_fp4.enabled is true, but the model has no MoE layer" in _dense(None, **block)
+    assert "or ds_fp4.checkpointing.enabled to true" in _dense(None)
+
+
 @pytest.mark.parametrize("text", ("soon", "-1", "0", "nan"))
 def test_a_wrong_timeout_is_refused(text, monkeypatch):
     monkeypatch.setenv("DS_FP4_START_TIMEOUT", text)

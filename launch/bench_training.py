@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+# ds_fp4 Team
+"""Speed and memory of training with each recipe, in one run: DeepSpeed's BF16 experts, FP8, MXFP4.
+
+    deepspeed --num_gpus 2 launch/bench_training.py
+    deepspeed --num_gpus 2 launch/bench_training.py --recipes bf16 mxfp4 mxfp4:saved_activations=fp8
+
+The default shape is 4 MoE layers of DeepSeek-V3's with 32 experts, expert-parallel over all ranks. One engine trains
+with one recipe after the other on the same batches. Columns, of the rank where they are worst:
+
+- tokens/s: per rank, of the median optimizer step (forward and backward of every micro-batch, and the step);
+- above model state: the allocator's peak over whole steps less what parameters, gradients and optimizer hold between
+  steps without ds_fp4. FP8 copies of the weights count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # launchers start this file by its path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from ds_fp4 import engine as ds_fp4_engine
+from ds_fp4.config import BLOCK
+from ds_fp4.integrations import expert_level
+from ds_fp4.integrations.seam import restore_class
+from ds_fp4.startup import Announcement
+from ds_fp4.summary import log_summary
+from ds_fp4.version import __version__
+from launch.engine import find_json, start_distributed
+from launch.model import load_config
+
+SHAPE = ["num_hidden_layers=4", "first_k_dense_replace=0", "n_routed_experts=32"]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="deepseek-v3", help="a config.json, or a name in configs/models")
+    parser.add_argument("--model-args", nargs="*", help=f"KEY=VALUE for the config (deepseek-v3: {' '.join(SHAPE)})")
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=["bf16", "fp8", "mxfp4"],
+        metavar="RECIPE",
+        help="bf16, fp8 or mxfp4, with keys of `experts` after a colon: mxfp4:recompute=fc1,weight_cache=none",
+    )
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--micro-batch-size", type=int, default=4)
+    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of an optimizer step")
+    parser.add_argument("--zero", type=int, default=1, help="ZeRO stage")
+    parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps of each recipe")
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="a JSON file for all numbers")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.model_args is None:
+        args.model_args = SHAPE if args.model == "deepseek-v3" else []
+    return args
+
+
+def block_of(recipe: str) -> dict:
+    """The `ds_fp4` block of "RECIPE" or "RECIPE:KEY=VALUE,..."."""
+    name, _, changes = recipe.partition(":")
+    experts = dict(change.split("=", 1) for change in changes.split(",") if change)
+    return {"enabled": True, "recipe": name, "experts": experts}
+
+
+def build_engine(args: argparse.Namespace, device: torch.device) -> deepspeed.DeepSpeedEngine:
+    """The model on `device`, random weights, plain SGD: more optimizer state would only hide what is compared."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            load_config(find_json(args.model, "models"), args.model_args), dtype=torch.bfloat16
+        )
+    model.config.use_cache = False
+    config = {
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": args.accumulation,
+        "bf16": {"enabled": device.type == "cuda"},
+        "zero_optimization": {"stage": args.zero},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-5}},
+        "expert_parallel": {"enabled": True, "autoep_size": dist.get_world_size()},
+        BLOCK: {"enabled": True, "recipe": "bf16"},
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    return engine
+
+
+def choose(engine: deepspeed.DeepSpeedEngine, recipe: str) -> None:
+    """Make `engine` train with `recipe` from now on."""
+    for layer in ds_fp4_engine.find_layers(engine.module):
+        expert_level.restore(layer.module)
+        restore_class(layer.module)
+    config = {BLOCK: block_of(recipe)}
+    plan = ds_fp4_engine.make_plan(config, engine.module, engine.device, Announcement(version=__version__))
+    ds_fp4_engine.apply(plan, engine.module)
+    log_summary(plan)
+
+
+def step(engine: deepspeed.DeepSpeedEngine, batches: list[torch.Tensor]) -> float:
+    """One optimizer step; seconds."""
+    _synchronize(engine.device)
+    start = time.perf_counter()
+    for tokens in batches:
+        loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+    _synchronize(engine.device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _memory(device: torch.device, peak: bool) -> int:
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
+
+
+def measure(
+    engine: deepspeed.DeepSpeedEngine, batches: list[torch.Tensor], recipe: str, state: int, args: argparse.Namespace
+) -> dict:
+    device = engine.device
+    choose(engine, recipe)
+    for _ in range(args.warmup):
+        step(engine, batches)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    dist.barrier()
+    seconds = statistics.median(step(engine, batches) for _ in range(args.steps))
+    mine = (sum(tokens.numel() for tokens in batches) / seconds, _memory(device, peak=True) - state)
+    ranks: list[tuple] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return {
+        "recipe": recipe,
+        "tokens_per_second": min(rank[0] for rank in ranks),
+        "above_model_state": max(rank[1] for rank in ranks),
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown, each number beside its ratio to the first recipe's."""
+    first = rows[0]
+    lines = ["| recipe | tokens/s per rank | above model state |", "| --- | --- | --- |"]
+    for row in rows:
+        speed = row["tokens_per_second"]
+        cells = [row["recipe"], f"{speed:,.0f} ({speed / first['tokens_per_second']:.2f}x)"]
+        memory = row["above_model_state"]
+        cells.append(f"{memory / 2**30:.2f} GiB ({memory / first['above_model_state']:.2f}x)" if memory > 0 else "-")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    args = parse_args()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    device = start_distributed()
+    engine = build_engine(args, device)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    shape = (args.micro_batch_size, args.seq_len)
+    batches = [
+        torch.randint(0, engine.module.config.vocab_size, shape, generator=generator).to(device)
+        for _ in range(args.accumulation)
+    ]
+    step(engine, batches)  # gradients and optimizer state come into being
+    state = _memory(device, peak=False)
+    rows = []
+    for recipe in args.recipes:
+        rows.append(measure(engine, batches, recipe, state, args))
+        if dist.get_rank() == 0:
+            print(json.dumps(rows[-1]), flush=True)
+    if dist.get_rank() == 0:
+        print(
+            f"\n{args.model} {' '.join(args.model_args)}, {dist.get_world_size()} x {device.type}, micro-batch "
+            f"{args.micro_batch_size} x {args.seq_len}, accumulation {args.accumulation}, ZeRO-{args.zero}; "
+            f"model state {state / 2**30:.1f} GiB\n\n{table(rows)}",
+            flush=True,
+        )
+        if args.output:
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(
+                json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "rows": rows}, indent=2)
+            )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
