@@ -136,7 +136,7 @@ def _plan_with_all_ranks(engine: DeepSpeedEngine, model: torch.nn.Module) -> Pla
     plan = None
     cause = None
     try:
-        plan = make_plan(engine._config._param_dict, model, device=engine.device, announcement=announcement)
+        plan = make_plan(engine._config._param_dict, model, engine.device, announcement, engine.mpu)
     except Exception as error:
         cause = error
         announcement.error = f"{type(error).__name__}: {error}"
@@ -148,7 +148,7 @@ def _plan_with_all_ranks(engine: DeepSpeedEngine, model: torch.nn.Module) -> Pla
 
 
 def make_plan(
-    ds_config: dict, model: torch.nn.Module, device: torch.device, announcement: Announcement
+    ds_config: dict, model: torch.nn.Module, device: torch.device, announcement: Announcement, mpu: Any = None
 ) -> Plan | None:
     """Validate everything that can be before anything is sent; None if ds_fp4 is not enabled.
 
@@ -157,6 +157,7 @@ def make_plan(
         model: with AutoEP's layers already in place.
         device: where the model will train.
         announcement: filled in with what the other ranks have to know, as far as it is known when an error is raised.
+        mpu: the engine's description of tensor and pipeline parallelism, if it has one.
 
     Raises ConfigError for the block, RuntimeError for versions and kernels.
     """
@@ -168,7 +169,7 @@ def make_plan(
         return None
     announcement.moe_requests = config.moe_requests
     compat.check_deepspeed()
-    layers = find_layers(model)
+    layers = find_layers(model, mpu)
     announcement.moe_layers = len(layers)
     if any(layer.implementation == "AutoEP" for layer in layers):
         compat.check_transformers()
@@ -222,11 +223,13 @@ def _plan_expert_level(plan: Plan, device: torch.device, announcement: Announcem
         raise ConfigError("\n".join(faults))
     if plan.gemms:
         _check_epochs()
-        expert_level.check_autoep_seam()
+    for level in {layer.expert_level for layer in plan.expert_level}:
+        level.check_seam()
 
 
-def find_layers(model: torch.nn.Module) -> list[MoELayer]:
-    return [*classic.find(model), *autoep.find(model)]
+def find_layers(model: torch.nn.Module, mpu: Any = None) -> list[MoELayer]:
+    """Every MoE layer of the model; `mpu` as in `make_plan`."""
+    return [*classic.find(model, mpu), *autoep.find(model)]
 
 
 def _refuse_what_cannot_work(plan: Plan, ds_config: dict) -> None:
@@ -247,7 +250,7 @@ def _refuse_what_cannot_work(plan: Plan, ds_config: dict) -> None:
 def apply(plan: Plan, model: torch.nn.Module) -> None:
     """Swap the classes of the layers that change and of the modules that are checkpointed."""
     for layer in plan.expert_level:
-        expert_level.take_over(layer.module, plan.recipes[layer.name], plan.gemms[layer.name])
+        layer.expert_level.take_over(layer.module, plan.recipes[layer.name], plan.gemms[layer.name])
     for layer in plan.compressed:
         swap_class(layer.module, layer.name, make_legs(plan.recipes[layer.name], layer.hidden))
     if plan.config.checkpointing.enabled:

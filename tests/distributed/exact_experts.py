@@ -101,3 +101,19 @@ def make_exact(experts) -> None:
         setattr(experts, leg, ExactRecords(getattr(experts, leg)))
     experts.compute = ExactCompute(experts.spec, experts.compute.recomputes_gate_up)
     experts.cache = WeightCache(True, experts.compute.quantize_weights)
+
+
+def experts_of(engine) -> list:
+    """The `ExpertLayer` of every layer at the expert level."""
+    return [m.ds_fp4_experts for m in engine.module.modules() if "ds_fp4_experts" in m.__dict__]
+
+
+def gradients_of(engine) -> dict[str, torch.Tensor | None]:
+    """Every parameter's whole gradient, by name, in FP32."""
+    from deepspeed.utils import safe_get_full_grad
+
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        gradient = safe_get_full_grad(parameter) if engine.zero_optimization() else parameter.grad
+        found[name] = None if gradient is None else gradient.detach().float().clone()
+    return found
