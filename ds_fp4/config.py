@@ -238,29 +238,31 @@ class ResolvedConfig:
 
     Args:
         config: the validated block.
-        layer_names: module names of every MoE layer, in the model's order.
+        layer_names: module names of every MoE layer, in the model's order; with pipeline parallelism of this stage.
 
-    Raises `ConfigError` for a pattern in `layers` that decides for no MoE layer: it matches none, or earlier patterns
-    come first wherever it does.
+    Attributes:
+        recipes: by layer name.
+        idle: patterns in `layers` that decide for none of these layers, and why: they match none, or earlier patterns
+            come first wherever they do. A fault unless one decides for a layer of another pipeline stage.
     """
 
     def __init__(self, config: DsFp4Config, layer_names: list[str]) -> None:
         self.config = config
+        self.recipes = {name: layer_recipe(config, name) for name in layer_names}
+        self.idle: dict[str, str] = {}
         deciding = {_first_match(config, name) for name in layer_names}
         for pattern in config.layers:
-            if not layer_names or pattern in deciding:
+            if pattern in deciding:
                 continue
             matched = [name for name in layer_names if fnmatch.fnmatchcase(name, pattern)]
             if not matched:
-                raise ConfigError(
-                    f"{BLOCK}.layers.{pattern}: matches none of the model's MoE layers: {', '.join(layer_names)}"
-                )
+                self.idle[pattern] = f"matches none of the model's MoE layers: {', '.join(layer_names)}"
+                continue
             earlier = dict.fromkeys(f'"{_first_match(config, name)}"' for name in matched)
-            raise ConfigError(
-                f"{BLOCK}.layers.{pattern}: has no effect, because {', '.join(earlier)} above it matches the same "
-                "layers and the first match decides. Put the narrower pattern first"
+            self.idle[pattern] = (
+                f"has no effect, because {', '.join(earlier)} above it matches the same layers and the first match "
+                "decides. Put the narrower pattern first"
             )
-        self.recipes = {name: layer_recipe(config, name) for name in layer_names}
 
 
 def _first_match(config: DsFp4Config, name: str) -> str | None:

@@ -173,7 +173,9 @@ def make_plan(
     announcement.moe_layers = len(layers)
     if any(layer.implementation == "AutoEP" for layer in layers):
         compat.check_transformers()
-    plan = Plan(config, layers, ResolvedConfig(config, [layer.name for layer in layers]).recipes)
+    resolved = ResolvedConfig(config, [layer.name for layer in layers])
+    announcement.idle_patterns = resolved.idle
+    plan = Plan(config, layers, resolved.recipes)
     _plan_expert_level(plan, device, announcement)
     if config.checkpointing.enabled:
         own_saving = {layer.name for layer in plan.expert_level}
@@ -207,9 +209,7 @@ def _plan_expert_level(plan: Plan, device: torch.device, announcement: Announcem
                 gemms = gemm.choose(recipe.gemm, recipe.wgrad_gemm, device)
             except RuntimeError as error:
                 obstacle, asked = str(error), asked or (recipe.gemm, recipe.wgrad_gemm) != ("auto", "auto")
-            # Ranks on different machines: one at the codec level could not read what the others send.
-            key = f"{BLOCK}.experts.gemm = {recipe.gemm}, wgrad_gemm = {recipe.wgrad_gemm}: computed by"
-            announcement.block[key] = "DeepSpeed" if gemms is None else [backend.name for backend in gemms]
+        announcement.experts_by[layer.name] = "DeepSpeed" if gemms is None else [backend.name for backend in gemms]
         if gemms is not None:
             plan.gemms[layer.name] = gemms
         elif asked:

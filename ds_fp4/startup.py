@@ -6,7 +6,7 @@ Ranks with different codecs would decode each other's bytes wrongly or hang in a
 block, or the error it is about to raise, in the process group's key-value store, which works while a peer is dead or
 has no ds_fp4 at all. Rank 0 compares and publishes one verdict, so N ranks cost N messages:
 
-    rank r:  set  ds_fp4/start/<engine>/<r>         = {"version", "block", "moe_layers", "moe_requests", "error"}
+    rank r:  set  ds_fp4/start/<engine>/<r>         = an Announcement
     rank 0:  wait for all of them, compare, set ds_fp4/start/<engine>/verdict
     rank r:  wait for the verdict; raise StartError if it is not "agreed"
 """
@@ -25,6 +25,7 @@ import torch.distributed as torch_dist
 from deepspeed.utils import logger
 
 from ds_fp4.config import BLOCK
+from ds_fp4.summary import shorten
 
 TIMEOUT_VARIABLE = "DS_FP4_START_TIMEOUT"
 # Ranks may load a large model at different speeds, or one of them may be compiling the kernels.
@@ -48,6 +49,9 @@ class Announcement:
         block: full key path -> value (`ds_fp4.config.flatten`); empty if the configuration has no block.
         moe_layers: MoE layers in this rank's part of the model; pipeline stages may have none.
         moe_requests: keys that ask for something that only MoE layers can do (`DsFp4Config.moe_requests`).
+        experts_by: by layer, what computes the experts that the block wants in FP8: names of the GEMM libraries, or
+            "DeepSpeed" where this rank cannot.
+        idle_patterns: patterns in `layers` that decide for no layer here, and why (`ResolvedConfig.idle`).
         error: why this rank cannot start.
     """
 
@@ -55,6 +59,8 @@ class Announcement:
     block: dict[str, Any] = field(default_factory=dict)
     moe_layers: int = 0
     moe_requests: list[str] = field(default_factory=list)
+    experts_by: dict[str, Any] = field(default_factory=dict)
+    idle_patterns: dict[str, str] = field(default_factory=dict)
     error: str | None = None
 
     @property
@@ -205,7 +211,6 @@ def judge(announcements: list[Announcement | None], timeout: float = DEFAULT_TIM
             f"loading; raise {TIMEOUT_VARIABLE} (seconds) if they are slow."
         )
 
-    differences = []
     values: dict[str, list[Any]] = {}
     if any(enabled):
         values[f"version of {BLOCK}"] = [announcement.version for announcement in announcements]
@@ -215,19 +220,54 @@ def judge(announcements: list[Announcement | None], timeout: float = DEFAULT_TIM
         else:
             for key in dict.fromkeys(itertools.chain.from_iterable(a.block for a in announcements)):
                 values[key] = [announcement.block.get(key, "absent") for announcement in announcements]
-    for key, per_rank in values.items():
-        by_value: dict[str, list[int]] = {}
-        for rank, value in enumerate(per_rank):
-            by_value.setdefault(json.dumps(value), []).append(rank)
-        if len(by_value) > 1:
-            differences.append(
-                f"  {key}: " + "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
-            )
+    differences = [
+        f"  {key}: {ranks}" for key, per_rank in values.items() if (ranks := _differing(dict(enumerate(per_rank))))
+    ]
     if differences:
         return f"the ranks' {BLOCK} blocks differ; give every rank the same configuration:\n" + "\n".join(differences)
 
     if any(enabled) and not any(announcement.moe_layers for announcement in announcements):
         return _judge_without_moe_layers(announcements)
+    return _judge_layers(announcements)
+
+
+def _differing(values: dict[int, Any]) -> str | None:
+    """Which value on which ranks; None if all are the same. `values` are by rank."""
+    by_value: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        by_value.setdefault(json.dumps(value), []).append(rank)
+    if len(by_value) < 2:
+        return None
+    return "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+
+
+def _judge_layers(announcements: list[Announcement]) -> str | None:
+    """Ranks may hold different layers (pipeline stages); what they say of the same one has to agree."""
+    layers = dict.fromkeys(itertools.chain.from_iterable(a.experts_by for a in announcements))
+    alike: dict[str, list[str]] = {}
+    for layer in layers:
+        by_rank = {rank: a.experts_by[layer] for rank, a in enumerate(announcements) if layer in a.experts_by}
+        ranks = _differing(by_rank)
+        if ranks is not None:
+            alike.setdefault(ranks, []).append(layer)
+    if alike:
+        return (
+            "the ranks would compute the same experts in different ways and could not read each other's rows. Make "
+            f'`ds-fp4 report` say the same on all of them, or set {BLOCK}.experts.compute to "bf16":\n'
+        ) + "\n".join(f"  {shorten(names)}: computed by: {ranks}" for ranks, names in alike.items())
+
+    with_layers = [a for a in announcements if a.moe_layers]
+    idle = [
+        p
+        for p in (with_layers[0].idle_patterns if with_layers else ())
+        if all(p in a.idle_patterns for a in with_layers)
+    ]
+    if idle:
+        return "\n".join(
+            f"{BLOCK}.layers.{pattern}: {reason}"
+            for pattern in idle
+            for reason in dict.fromkeys(a.idle_patterns[pattern] for a in with_layers)
+        )
     return None
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""The expert level in the model families that AutoEP knows: their routers, activations and what they add to the experts.
+"""The expert level in the model families that AutoEP knows: their routers, activations, shared experts.
 
 Without quantization everything agrees with DeepSpeed in FP32; with it, models train as in BF16.
 """
@@ -109,7 +109,9 @@ FAMILIES = {
 
 def _engine(family: str, block: dict | None, **config):
     torch.manual_seed(0)
-    return models.build(FAMILIES[family](), models.ds_config(block, ep_size=2, preset=family, optimizer=_OPTIMIZER, **config))
+    return models.build(
+        FAMILIES[family](), models.ds_config(block, ep_size=2, preset=family, optimizer=_OPTIMIZER, **config)
+    )
 
 
 def _steps(family: str, exact: bool) -> tuple[list[float], dict, int]:

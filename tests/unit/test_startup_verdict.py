@@ -57,6 +57,27 @@ def test_pipeline_stages_without_moe_layers_are_fine_if_another_has_some():
     assert "no MoE layer" in judge([_announce(ON, moe_layers=0)] * 2)
 
 
+def _experts(*by: tuple, **fields) -> Announcement:
+    """A rank with layers of these names, and what computes their experts."""
+    return _announce(ON, moe_layers=len(by), experts_by=dict(by), **fields)
+
+
+def test_pipeline_stages_hold_different_layers():
+    stages = [_experts(("0.moe", ["emulation"])), _experts(("1.moe", "DeepSpeed")), _experts()]
+    assert judge(stages) is None
+    verdict = judge([*stages, _experts(("0.moe", ["cublas"]), ("2.moe", ["cublas"]))])
+    assert verdict.splitlines()[1:] == ['  0.moe: computed by: ["emulation"] on rank 0; ["cublas"] on rank 3']
+    assert "`ds-fp4 report`" in verdict and 'experts.compute to "bf16"' in verdict
+
+
+def test_a_pattern_must_decide_in_one_stage_at_least():
+    first, second = {"a": "matches none: 0.moe", "b": "matches none: 0.moe"}, {"a": "matches none: 1.moe"}
+    stages = [_announce(ON, idle_patterns=first), _announce(ON, idle_patterns=second)]
+    dense = _announce(ON, moe_layers=0)
+    assert judge([*stages, dense]) == "ds_fp4.layers.a: matches none: 0.moe\nds_fp4.layers.a: matches none: 1.moe"
+    assert judge([stages[0], _announce(ON), dense]) is None
+
+
 def _dense(checkpointing: dict | None, **block) -> str | None:
     """The verdict on a model without MoE layers."""
     block = {**ON, **({} if checkpointing is None else {"checkpointing": {"enabled": True, **checkpointing}}), **block}
