@@ -11,6 +11,7 @@ import torch.distributed as torch_dist
 
 from ds_fp4.codec import make_codec
 from ds_fp4.config import BLOCK, LEGS, LayerRecipe
+from ds_fp4.experts import LayerSpec, record_formats
 from ds_fp4.version import __version__
 
 if TYPE_CHECKING:
@@ -20,8 +21,15 @@ if TYPE_CHECKING:
 _BF16_BYTES = 2
 
 
-def leg_bytes(recipe: LayerRecipe, hidden: int) -> dict[str, int]:
-    """Bytes that one routed token takes on each leg; legs without a codec are counted as BF16."""
+def leg_bytes(recipe: LayerRecipe, hidden: int, spec: LayerSpec | None = None) -> dict[str, int]:
+    """Bytes of a row on each leg.
+
+    Args:
+        spec: of a layer at the expert level, whose records carry the routing too. Without one: the codec level's rows,
+            and those of legs without a codec in BF16.
+    """
+    if spec is not None:
+        return {leg: records.record_bytes for leg, records in record_formats(spec, recipe).items()}
     bytes_per_token = {}
     for leg in LEGS:
         codec = make_codec(getattr(recipe, leg), hidden, recipe.scale_rounding)
@@ -71,20 +79,21 @@ def summary_lines(plan: Plan) -> list[str]:
         else "no MoE layer in this part of the model, so nothing but checkpointing"
     )
     lines = [f"{BLOCK} {__version__}: {what}"]
-    kinds: dict[tuple[LayerRecipe, int, int, str, str], list[str]] = {}
+    kinds: dict[tuple[LayerRecipe, int, int, str, str, LayerSpec | None], list[str]] = {}
     for layer in changed:
         recipe = plan.recipes[layer.name]
-        kind = (recipe, layer.hidden, layer.ep_size, layer.implementation, _level(plan, layer, recipe))
+        spec = layer.expert_level.spec(layer.module) if layer.name in plan.gemms else None
+        kind = (recipe, layer.hidden, layer.ep_size, layer.implementation, _level(plan, layer, recipe), spec)
         kinds.setdefault(kind, []).append(layer.name)
-    for (recipe, hidden, ep_size, implementation, level), names in kinds.items():
+    for (recipe, hidden, ep_size, implementation, level, spec), names in kinds.items():
         lines.append(
             f"  {shorten(names)}: {implementation}, hidden {hidden}, expert-parallel size {ep_size}, "
             f"scale rounding {recipe.scale_rounding}, {level}"
         )
         if ep_size == 1:
             continue
-        unit = "token and rank" if "expert level" in level else "routed token"
-        sizes = leg_bytes(recipe, hidden)
+        unit = "routed token" if spec is None else "token and rank"
+        sizes = leg_bytes(recipe, hidden, spec)
         for direction, legs in (("forward", LEGS[:2]), ("backward", LEGS[2:])):
             total, bf16 = sum(sizes[leg] for leg in legs), 2 * _BF16_BYTES * hidden
             detail = " + ".join(f"{leg} {getattr(recipe, leg)} {sizes[leg]}" for leg in legs)

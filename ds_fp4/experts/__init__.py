@@ -8,13 +8,14 @@
     weights     FP8 copies of the expert weights, and when they are stale
     compute     the stages between collectives: conversions, grouped GEMMs, activation
     function    the autograd function that puts them in order
+    layer       one layer of the model: its pieces, and the checks before the function
 
 `records` and `compute` are classes, so that tests can put exact ones in their place and compare everything else with
 DeepSpeed in FP32.
 """
 
-from ds_fp4.experts.layer import ExpertLayer
+from ds_fp4.experts.layer import ExpertLayer, record_formats
 from ds_fp4.experts.spec import LayerSpec
 from ds_fp4.experts.weights import weights_changed
 
-__all__ = ["ExpertLayer", "LayerSpec", "weights_changed"]
+__all__ = ["ExpertLayer", "LayerSpec", "record_formats", "weights_changed"]

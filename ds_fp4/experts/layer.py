@@ -23,6 +23,22 @@ _ROUTING_BYTES, _GRADIENT_BYTES = 6, 4
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def record_formats(spec: LayerSpec, recipe: LayerRecipe) -> dict[str, RecordFormat]:
+    """Records of each leg of a layer, by `config.LEGS`."""
+
+    def records(leg: str, tail_bytes: int = 0, operand: bool = True) -> RecordFormat:
+        # Sums that go nowhere are not worth rounding; GEMM operands are FP8 wherever they come from.
+        name = getattr(recipe, leg) if operand or spec.ep_size > 1 else "bf16"
+        return RecordFormat(name, spec.hidden, recipe.scale_rounding, tail_bytes)
+
+    return {
+        "dispatch_forward": records("dispatch_forward", _ROUTING_BYTES * spec.top_k),
+        "combine_forward": records("combine_forward", operand=False),
+        "combine_backward": records("combine_backward"),
+        "dispatch_backward": records("dispatch_backward", _GRADIENT_BYTES * spec.top_k, operand=False),
+    }
+
+
 class ExpertLayer:
     """The expert level of one layer on one rank.
 
@@ -45,16 +61,9 @@ class ExpertLayer:
         if obstacle is not None:
             raise ValueError(f"the expert level cannot compute this layer: {obstacle}")
         self.spec, self.recipe, self.gemms = spec, recipe, gemms
-
-        def records(leg: str, tail_bytes: int = 0, operand: bool = True) -> RecordFormat:
-            # Sums that go nowhere are not worth rounding; GEMM operands are FP8 wherever they come from.
-            name = getattr(recipe, leg) if operand or spec.ep_size > 1 else "bf16"
-            return RecordFormat(name, spec.hidden, recipe.scale_rounding, tail_bytes)
-
-        self.dispatch = records("dispatch_forward", _ROUTING_BYTES * spec.top_k)
-        self.combine = records("combine_forward", operand=False)
-        self.combine_backward = records("combine_backward")
-        self.dispatch_backward = records("dispatch_backward", _GRADIENT_BYTES * spec.top_k, operand=False)
+        legs = record_formats(spec, recipe)
+        self.dispatch, self.combine = legs["dispatch_forward"], legs["combine_forward"]
+        self.combine_backward, self.dispatch_backward = legs["combine_backward"], legs["dispatch_backward"]
         self.compute = Fp8Compute(spec, recipe, gemms)
         self.exchange = Exchange(group, spec.ep_size)
         self.cache = WeightCache(recipe.weight_cache == "step", self.compute.quantize_weights)

@@ -145,6 +145,7 @@ def _zero_3_keeps_nothing() -> None:
 
 
 def _collectives() -> None:
+    from ds_fp4.summary import leg_bytes
     from ds_fp4.traffic import AllToAllTraffic
 
     engine = _build()
@@ -158,10 +159,17 @@ def _collectives() -> None:
     assert traffic.forward.payload.calls == forward.payload.calls and traffic.recompute.payload.calls == 0
     assert (traffic.backward.metadata.calls, traffic.backward.payload.calls) == (0, 2 * layers)
     engine.step()
-    # A record a token and rank, whatever the number of experts.
-    most = 2 * tokens.numel() * layers
-    legs = _layers(engine)[0]
-    assert forward.payload.bytes <= most * (legs.dispatch.record_bytes + legs.combine.record_bytes)
+    # A record a token and rank, whatever the number of experts; its bytes are what the summary says.
+    layer = _layers(engine)[0]
+    sizes = leg_bytes(layer.recipe, layer.spec.hidden, layer.spec)
+    totals = torch.tensor([traffic.forward.payload.bytes, traffic.backward.payload.bytes])
+    torch.distributed.all_reduce(totals)
+    (records, rest), (same, more) = (
+        divmod(total, sizes[f"dispatch_{way}"] + sizes[f"combine_{way}"])
+        for total, way in zip(totals.tolist(), ("forward", "backward"), strict=True)
+    )
+    assert rest == more == 0 and records == same
+    assert 2 * tokens.numel() * layers <= records <= 4 * tokens.numel() * layers
     engine.destroy()
 
 
