@@ -207,6 +207,18 @@ def test_deepspeed_may_be_imported_first():
     assert run_ranks(2, _initialize_imported_first) == [["model.layers.0.mlp", "model.layers.1.mlp"]] * 2
 
 
+# Experts of 64 stay at the codec level.
+LEVELS = {"codec": 64, "experts": 128}
+
+
+def _changed(engine, level: str) -> list[str]:
+    """The layers at this level."""
+    if level == "codec":
+        return _swapped(engine)
+    modules = engine.module.named_modules()
+    return [name.removesuffix(".experts") for name, module in modules if "ds_fp4_experts" in module.__dict__]
+
+
 class _Tokens(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 64
@@ -216,7 +228,7 @@ class _Tokens(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def _trainer(folder: str) -> tuple[list[str], list[float]]:
+def _trainer(folder: str, level: str) -> tuple[list[str], list[float], list[float]]:
     from transformers import Trainer, TrainingArguments
 
     import ds_fp4  # noqa: F401
@@ -240,19 +252,27 @@ def _trainer(folder: str) -> tuple[list[str], list[float]]:
         deepspeed=config,
         save_strategy="no",
         disable_tqdm=True,
+        eval_strategy="steps",
+        eval_steps=2,
+        gradient_checkpointing=level == "experts",
     )
-    trainer = Trainer(models.mixtral(), arguments, train_dataset=_Tokens())
+    model = models.mixtral(intermediate_size=LEVELS[level])
+    trainer = Trainer(model, arguments, train_dataset=_Tokens(), eval_dataset=_Tokens())
     trainer.train()
-    return _swapped(trainer.model_wrapped), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    log = trainer.state.log_history
+    changed = _changed(trainer.model_wrapped, level)
+    return changed, *([entry[key] for entry in log if key in entry] for key in ("loss", "eval_loss"))
 
 
-def test_hugging_face_trainer(tmp_path):
-    for swapped, losses in run_ranks(2, _trainer, str(tmp_path)):
-        assert swapped == ["model.layers.0.mlp", "model.layers.1.mlp"]
+@pytest.mark.parametrize("level", LEVELS)
+def test_hugging_face_trainer(level, tmp_path):
+    for changed, losses, held_out in run_ranks(2, _trainer, str(tmp_path), level):
+        assert changed == ["model.layers.0.mlp", "model.layers.1.mlp"]
         assert len(losses) == 4 and all(0 < loss < 10 for loss in losses)
+        assert len(held_out) == 2 and held_out[1] < held_out[0]
 
 
-def _accelerate() -> list[str]:
+def _accelerate(level: str) -> tuple[list[str], list[float]]:
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
 
@@ -261,13 +281,20 @@ def _accelerate() -> list[str]:
     plugin = DeepSpeedPlugin(hf_ds_config=models.ds_config(MXFP4, ep_size=2))
     accelerator = Accelerator(deepspeed_plugin=plugin)
     loader = torch.utils.data.DataLoader(_Tokens(), batch_size=2)
-    model = models.mixtral()
-    model, loader = accelerator.prepare(model, loader)
-    return _swapped(model)
+    model, loader = accelerator.prepare(models.mixtral(intermediate_size=LEVELS[level]), loader)
+    changed, losses, batch = _changed(model, level), [], next(iter(loader))
+    for _ in range(6):
+        loss = model(**batch, use_cache=False).loss
+        accelerator.backward(loss)  # steps the engine
+        losses.append(loss.item())
+    return changed, losses
 
 
-def test_accelerate():
-    assert run_ranks(2, _accelerate, joins=False) == [["model.layers.0.mlp", "model.layers.1.mlp"]] * 2
+@pytest.mark.parametrize("level", LEVELS)
+def test_accelerate(level):
+    for changed, losses in run_ranks(2, _accelerate, level, joins=False):
+        assert changed == ["model.layers.0.mlp", "model.layers.1.mlp"]
+        assert losses[-1] < 0.9 * losses[0]
 
 
 SCRIPT = """
