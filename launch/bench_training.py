@@ -4,6 +4,7 @@
 
     deepspeed --num_gpus 2 launch/bench_training.py
     deepspeed --num_gpus 2 launch/bench_training.py --recipes bf16 mxfp4 mxfp4:saved_activations=fp8
+    deepspeed --num_gpus 2 launch/bench_training.py --autoep gate_up_impl=fused combine_impl=fused_weighted_sum
 
 The default shape is 4 MoE layers of DeepSeek-V3's with 32 experts, expert-parallel over all ranks. One engine trains
 with one recipe after the other on the same batches. Columns, of the rank where they are worst:
@@ -54,6 +55,13 @@ def parse_args() -> argparse.Namespace:
         metavar="RECIPE",
         help="bf16, fp8 or mxfp4, with keys of `experts` after a colon: mxfp4:recompute=fc1,weight_cache=none",
     )
+    parser.add_argument(
+        "--autoep",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="keys of the expert_parallel block, for DeepSpeed's faster ways (default: its own defaults)",
+    )
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of an optimizer step")
@@ -80,6 +88,23 @@ def block_of(recipe: str) -> dict:
     return {"enabled": True, "recipe": name, "experts": experts}
 
 
+def keys_of(settings: list[str]) -> dict:
+    """{KEY: VALUE} of ["KEY=VALUE", ...]; values as in JSON, text without quotes.
+
+    Raises ValueError where the "=" is missing.
+    """
+    keys = {}
+    for setting in settings:
+        key, found, value = setting.partition("=")
+        if not found:
+            raise ValueError(f"--autoep {setting}: expected KEY=VALUE, such as gate_up_impl=fused")
+        try:
+            keys[key] = json.loads(value)
+        except json.JSONDecodeError:
+            keys[key] = value
+    return keys
+
+
 def build_engine(args: argparse.Namespace, device: torch.device) -> deepspeed.DeepSpeedEngine:
     """The model on `device`, random weights, plain SGD: more optimizer state would only hide what is compared."""
     from transformers import AutoModelForCausalLM
@@ -97,7 +122,7 @@ def build_engine(args: argparse.Namespace, device: torch.device) -> deepspeed.De
         "zero_optimization": {"stage": args.zero},
         "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "SGD", "params": {"lr": 1e-5}},
-        "expert_parallel": {"enabled": True, "autoep_size": dist.get_world_size()},
+        "expert_parallel": {"enabled": True, "autoep_size": dist.get_world_size(), **keys_of(args.autoep)},
         BLOCK: {"enabled": True, "recipe": "bf16"},
         "steps_per_print": 10**9,
     }
@@ -229,7 +254,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(
             f"\n{args.model} {' '.join(args.model_args)}, {dist.get_world_size()} x {device.type}, micro-batch "
-            f"{args.micro_batch_size} x {args.seq_len}, accumulation {args.accumulation}, ZeRO-{args.zero}; "
+            f"{args.micro_batch_size} x {args.seq_len}, accumulation {args.accumulation}, ZeRO-{args.zero}, AutoEP "
+            f"{' '.join(args.autoep) or 'as by default'}; "
             f"model state {state / 2**30:.1f} GiB\n\n{table(rows)}",
             flush=True,
         )

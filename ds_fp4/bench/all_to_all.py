@@ -3,9 +3,9 @@
 """`ds-fp4 bench all-to-all`: dispatch, from BF16 tokens at home to rows that a GEMM can read at their experts.
 
 DeepSpeed AutoEP sends a BF16 row for each of a token's experts and orders them by expert; ds_fp4 sends one record for
-each rank and makes FP8 rows in expert order from it. Both are timed whole, with their plans, counts and copies to the
-host, between processes that this command starts itself: over what NCCL picks (NVLink where there is one), and over
-sockets, which stand for a slow network.
+each rank and makes FP8 rows in expert order from it. Both are timed whole, with their plans and copies to the host;
+AutoEP's count of each expert's tokens, which its router makes, is apart. They run between processes that this command
+starts itself: over what NCCL picks (NVLink where there is one), and over sockets, which stand for a slow network.
 """
 
 from __future__ import annotations
@@ -154,12 +154,14 @@ def _measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
     ids = torch.multinomial(torch.ones(args.tokens, experts, device=device), k)
     scores = torch.rand(args.tokens, k, device=device)
     group = dist.group.WORLD
+    # AutoEP's router counts tokens an expert in any case.
+    counts = torch.bincount(ids.flatten(), minlength=experts).to(torch.int32)
     elsewhere = (ids // args.experts != dist.get_rank()).sum().item()
 
     def bf16() -> torch.Tensor:
         order = torch.argsort(ids.view(-1), stable=True)
         rows = x[order // k]
-        plan = autoep.compute_split_plan(ids, experts, ranks, args.experts, group)
+        plan = autoep.compute_split_plan(ids, experts, ranks, args.experts, group, counts)
         rows = autoep._AllToAllV.apply(group, rows, plan.input_splits, plan.output_splits)
         return autoep.permute_by_local_expert(rows, plan.local_counts_by_source)[0]
 
@@ -171,7 +173,7 @@ def _measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
         )
 
     with torch.no_grad():
-        plan = autoep.compute_split_plan(ids, experts, ranks, args.experts, group)
+        plan = autoep.compute_split_plan(ids, experts, ranks, args.experts, group, counts)
         rows = [
             {
                 "what": "BF16, AutoEP",
@@ -190,8 +192,8 @@ def _measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
                 received, routing, _, _ = dispatch(layer, x, scores, ids)
                 return layer.dispatch.gemm_rows(received, routing.order)[0]
 
-            _, _, counts, _ = dispatch(layer, x, scores, ids)
-            away = sum(counts.sent) - counts.sent[dist.get_rank()]
+            _, _, records, _ = dispatch(layer, x, scores, ids)
+            away = sum(records.sent) - records.sent[dist.get_rank()]
             size = layer.dispatch.record_bytes
             rows.append(
                 {
@@ -199,7 +201,7 @@ def _measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
                     "rows": away,
                     "bytes": away * size,
                     "seconds": _median_seconds(ours, args.repeats),
-                    "exchange_seconds": exchange_seconds(size, counts.sent, counts.received),
+                    "exchange_seconds": exchange_seconds(size, records.sent, records.received),
                     "profile": _profile(ours) if args.profile else [],
                 }
             )
