@@ -242,8 +242,9 @@ class ResolvedConfig:
 
     Attributes:
         recipes: by layer name.
-        idle: patterns in `layers` that decide for none of these layers, and why: they match none, or earlier patterns
-            come first wherever they do. A fault unless one decides for a layer of another pipeline stage.
+        idle: for patterns in `layers` that decide for none of these layers, their keys' full paths and why: they match
+            none, or earlier patterns come first wherever they do. A fault, unless they decide for a layer of another
+            pipeline stage.
     """
 
     def __init__(self, config: DsFp4Config, layer_names: list[str]) -> None:
@@ -256,10 +257,12 @@ class ResolvedConfig:
                 continue
             matched = [name for name in layer_names if fnmatch.fnmatchcase(name, pattern)]
             if not matched:
-                self.idle[pattern] = f"matches none of the model's MoE layers: {', '.join(layer_names)}"
+                self.idle[f"{BLOCK}.layers.{pattern}"] = (
+                    f"matches none of the model's MoE layers: {', '.join(layer_names)}"
+                )
                 continue
             earlier = dict.fromkeys(f'"{_first_match(config, name)}"' for name in matched)
-            self.idle[pattern] = (
+            self.idle[f"{BLOCK}.layers.{pattern}"] = (
                 f"has no effect, because {', '.join(earlier)} above it matches the same layers and the first match "
                 "decides. Put the narrower pattern first"
             )

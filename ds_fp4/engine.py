@@ -174,12 +174,14 @@ def make_plan(
     if any(layer.implementation == "AutoEP" for layer in layers):
         compat.check_transformers()
     resolved = ResolvedConfig(config, [layer.name for layer in layers])
-    announcement.idle_patterns = resolved.idle
+    announcement.idle_patterns |= resolved.idle
     plan = Plan(config, layers, resolved.recipes)
     _plan_expert_level(plan, device, announcement)
     if config.checkpointing.enabled:
         own_saving = {layer.name for layer in plan.expert_level}
-        plan.checkpointed = checkpointing.find_targets(model, layers, config.checkpointing.scope, own_saving)
+        scope = config.checkpointing.scope
+        plan.checkpointed = checkpointing.find_targets(model, layers, scope, own_saving)
+        announcement.idle_patterns |= checkpointing.idle_patterns(model, scope)
     _refuse_what_cannot_work(plan, ds_config)
     if plan.compressed:
         classic.install()

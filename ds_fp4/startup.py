@@ -51,7 +51,7 @@ class Announcement:
         moe_requests: keys that ask for something that only MoE layers can do (`DsFp4Config.moe_requests`).
         experts_by: by layer, what computes the experts that the block wants in FP8: names of the GEMM libraries, or
             "DeepSpeed" where this rank cannot.
-        idle_patterns: patterns in `layers` that decide for no layer here, and why (`ResolvedConfig.idle`).
+        idle_patterns: patterns in the block that match nothing here, and why. In another pipeline stage they may.
         error: why this rank cannot start.
     """
 
@@ -226,9 +226,10 @@ def judge(announcements: list[Announcement | None], timeout: float = DEFAULT_TIM
     if differences:
         return f"the ranks' {BLOCK} blocks differ; give every rank the same configuration:\n" + "\n".join(differences)
 
+    verdict = None
     if any(enabled) and not any(announcement.moe_layers for announcement in announcements):
-        return _judge_without_moe_layers(announcements)
-    return _judge_layers(announcements)
+        verdict = _judge_without_moe_layers(announcements)
+    return verdict or _judge_names(announcements)
 
 
 def _differing(values: dict[int, Any]) -> str | None:
@@ -241,8 +242,8 @@ def _differing(values: dict[int, Any]) -> str | None:
     return "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
 
 
-def _judge_layers(announcements: list[Announcement]) -> str | None:
-    """Ranks may hold different layers (pipeline stages); what they say of the same one has to agree."""
+def _judge_names(announcements: list[Announcement]) -> str | None:
+    """Pipeline stages hold different layers: ranks have to agree on those they share, and patterns match in one."""
     layers = dict.fromkeys(itertools.chain.from_iterable(a.experts_by for a in announcements))
     alike: dict[str, list[str]] = {}
     for layer in layers:
@@ -256,19 +257,13 @@ def _judge_layers(announcements: list[Announcement]) -> str | None:
             f'`ds-fp4 report` say the same on all of them, or set {BLOCK}.experts.compute to "bf16":\n'
         ) + "\n".join(f"  {shorten(names)}: computed by: {ranks}" for ranks, names in alike.items())
 
-    with_layers = [a for a in announcements if a.moe_layers]
     idle = [
-        p
-        for p in (with_layers[0].idle_patterns if with_layers else ())
-        if all(p in a.idle_patterns for a in with_layers)
+        pattern for pattern in announcements[0].idle_patterns if all(pattern in a.idle_patterns for a in announcements)
     ]
-    if idle:
-        return "\n".join(
-            f"{BLOCK}.layers.{pattern}: {reason}"
-            for pattern in idle
-            for reason in dict.fromkeys(a.idle_patterns[pattern] for a in with_layers)
-        )
-    return None
+    # Where there are no layers, nothing is to be learnt from their names.
+    telling = [a for a in announcements if a.moe_layers] or announcements
+    reasons = dict.fromkeys(f"{pattern}: {a.idle_patterns[pattern]}" for pattern in idle for a in telling)
+    return "\n".join(reasons) or None
 
 
 def _judge_without_moe_layers(announcements: list[Announcement]) -> str | None:

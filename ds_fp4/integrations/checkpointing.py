@@ -69,18 +69,38 @@ def find_targets(
         own_saving: names of the layers whose experts pack what they save by themselves: "experts" leaves them out, so
             that no second copy is kept.
 
-    Raises ConfigError for a pattern that matches no module, and for a MoE layer outside of any module list.
+    Raises ConfigError for a MoE layer outside of any module list. Patterns that match nothing: `idle_patterns`.
     """
-    modules = {name: module for name, module in model.named_modules() if name and _can_be_called(module)}
+    modules = _callable_modules(model)
     if scope == "experts":
         names = {module: name for name, module in modules.items()}
         return {names[layer.experts]: layer.experts for layer in layers if layer.name not in own_saving}
-    wanted = _layer_names(model, layers) if scope == "layers" else _matching(modules, scope)
+    if scope == "layers":
+        wanted = _layer_names(model, layers)
+    else:
+        wanted = {name for name in modules if any(fnmatch.fnmatchcase(name, pattern) for pattern in scope)}
     return {
         name: module
         for name, module in modules.items()
         if name in wanted and not any(parent in wanted for parent in _parents(name))
     }
+
+
+def idle_patterns(model: torch.nn.Module, scope: str | list[str]) -> dict[str, str]:
+    """For patterns in `scope` that match no module: the key and the pattern, and why. In another pipeline stage they
+    may."""
+    modules, idle = _callable_modules(model), {}
+    for pattern in scope if isinstance(scope, list) else ():
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in modules):
+            close = difflib.get_close_matches(pattern, modules, 3, 0.4)
+            idle[f"{BLOCK}.checkpointing.scope: {pattern}"] = "matches no module" + (
+                f". Similar names: {', '.join(close)}" if close else ""
+            )
+    return idle
+
+
+def _callable_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    return {name: module for name, module in model.named_modules() if name and _can_be_called(module)}
 
 
 def _can_be_called(module: torch.nn.Module) -> bool:
@@ -111,20 +131,6 @@ def _layer_names(model: torch.nn.Module, layers: list[MoELayer]) -> set[str]:
             )
         holders.add(lists[0] if lists else sequences[-1])
     return {f"{holder}.{child}".lstrip(".") for holder in holders for child, _ in by_name[holder].named_children()}
-
-
-def _matching(modules: dict[str, torch.nn.Module], patterns: list[str]) -> set[str]:
-    wanted = set()
-    for pattern in patterns:
-        found = {name for name in modules if fnmatch.fnmatchcase(name, pattern)}
-        if not found:
-            close = difflib.get_close_matches(pattern, modules, 3, 0.4)
-            raise ConfigError(
-                f"{BLOCK}.checkpointing.scope: the pattern {pattern!r} matches no module"
-                f"{'. Similar names: ' + ', '.join(close) if close else ''}"
-            )
-        wanted |= found
-    return wanted
 
 
 # --- modules whose call is checkpointed ---

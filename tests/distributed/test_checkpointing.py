@@ -473,7 +473,12 @@ def _refused(block: dict, config: dict, configure: dict | None) -> None:
 
 
 REFUSED = [
-    (dict(scope=["block.0"]), {}, None, "the pattern 'block.0' matches no module. Similar names: blocks.0"),
+    (
+        dict(scope=["block.0"]),
+        {},
+        None,
+        "ds_fp4.checkpointing.scope: block.0: matches no module. Similar names: blocks.0",
+    ),
     (
         {},
         {"activation_checkpointing": {"cpu_checkpointing": True}},

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import RankFailure, run_ranks
 
 WIDTH = 128
 
@@ -62,17 +62,30 @@ def _train(layout: str, block: dict | None) -> tuple[list[float], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "layout, layers, taken_over",
+    "layout, block, taken_over",
     [
         ("dmdd", {}, ([1], [])),
-        ("dmmd", {"1.moe": "fp8", "2.moe": {"experts": {"recompute": "fc1"}}}, ([1], [2])),
-        ("dmmd", {"2.moe": "bf16"}, ([1], [])),
+        ("dmmd", {"layers": {"1.moe": "fp8", "2.moe": {"experts": {"recompute": "fc1"}}}}, ([1], [2])),
+        ("dmmd", {"layers": {"2.moe": "bf16"}}, ([1], [])),
+        ("dmmd", {"checkpointing": {"enabled": True, "scope": ["1", "3"]}}, ([1], [2])),
     ],
-    ids=("a stage without layers", "patterns for each stage", "a stage in BF16"),
+    ids=("a stage without layers", "patterns for each stage", "a stage in BF16", "checkpointed modules of each stage"),
 )
-def test_stages_with_different_layers(layout, layers, taken_over):
+def test_stages_with_different_layers(layout, block, taken_over):
     stock = run_ranks(2, _train, layout, None)
-    ours = run_ranks(2, _train, layout, {"enabled": True, "layers": layers})
+    ours = run_ranks(2, _train, layout, {"enabled": True, **block})
     for (losses, _), (got, found), here in zip(stock, ours, taken_over, strict=True):
         assert found == [f"{number}.moe.deepspeed_moe.experts" for number in here]
         assert got == pytest.approx(losses, rel=0.02) and got != losses
+
+
+def _refused() -> None:
+    _train("dmmd", {"enabled": True, "layers": {"3.moe": "fp8"}})
+
+
+def test_a_pattern_that_no_stage_has():
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, _refused, timeout=60)
+    for error in failure.value.errors:
+        for name in ("1.moe", "2.moe"):
+            assert f"ds_fp4.layers.3.moe: matches none of the model's MoE layers: {name}" in error

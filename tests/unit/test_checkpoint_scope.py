@@ -13,7 +13,7 @@ from torch import nn
 from ds_fp4.checkpointing import CheckpointOptions, redirection
 from ds_fp4.config import ConfigError
 from ds_fp4.integrations import checkpointing
-from ds_fp4.integrations.checkpointing import find_targets
+from ds_fp4.integrations.checkpointing import find_targets, idle_patterns
 from ds_fp4.integrations.layers import MoELayer
 
 
@@ -119,5 +119,8 @@ def test_a_layer_in_no_list_is_named():
 
 
 def test_a_pattern_without_a_match_is_named_with_its_neighbours():
-    with pytest.raises(ConfigError, match=r"the pattern 'layer.1' matches no module. Similar names: layers.1"):
-        _names(_Model(), ["layers.0", "layer.1"])
+    scope = ["layers.0", "layer.1"]
+    assert _names(_Model(), scope) == ["layers.0"]
+    assert list(idle_patterns(_Model(), scope)) == ["ds_fp4.checkpointing.scope: layer.1"]
+    assert "matches no module. Similar names: layers.1" in idle_patterns(_Model(), scope).popitem()[1]
+    assert idle_patterns(_Model(), "layers") == {} and idle_patterns(_Model(), []) == {}

@@ -187,14 +187,14 @@ def test_every_fault_is_named_at_once():
 def test_a_pattern_without_a_match_is_idle():
     config = parse_block({"enabled": True, "layers": {"model.layer.*": "bf16", "*.0.mlp": "fp8"}})
     idle = ResolvedConfig(config, ["model.layers.0.mlp"]).idle
-    assert idle == {"model.layer.*": "matches none of the model's MoE layers: model.layers.0.mlp"}
+    assert idle == {"ds_fp4.layers.model.layer.*": "matches none of the model's MoE layers: model.layers.0.mlp"}
 
 
 def test_a_pattern_behind_a_wider_one_is_idle():
     config = parse_block({"enabled": True, "layers": {"*": "bf16", "model.layers.0.*": "fp8"}})
     idle = ResolvedConfig(config, ["model.layers.0.mlp", "model.layers.1.mlp"]).idle
-    assert list(idle) == ["model.layers.0.*"]
-    assert 'has no effect, because "*" above it' in idle["model.layers.0.*"]
+    assert list(idle) == ["ds_fp4.layers.model.layers.0.*"]
+    assert 'has no effect, because "*" above it' in idle["ds_fp4.layers.model.layers.0.*"]
 
 
 @pytest.mark.parametrize("key", ("ds-fp4", "DS_FP4", "dsfp4"))

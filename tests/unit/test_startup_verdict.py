@@ -71,10 +71,10 @@ def test_pipeline_stages_hold_different_layers():
 
 
 def test_a_pattern_must_decide_in_one_stage_at_least():
-    first, second = {"a": "matches none: 0.moe", "b": "matches none: 0.moe"}, {"a": "matches none: 1.moe"}
+    first, second = {"k.a": "matches none: 0.moe", "k.b": "matches none: 0.moe"}, {"k.a": "matches none: 1.moe"}
     stages = [_announce(ON, idle_patterns=first), _announce(ON, idle_patterns=second)]
-    dense = _announce(ON, moe_layers=0)
-    assert judge([*stages, dense]) == "ds_fp4.layers.a: matches none: 0.moe\nds_fp4.layers.a: matches none: 1.moe"
+    dense = _announce(ON, moe_layers=0, idle_patterns={**first, "k.c": "matches none: "})
+    assert judge([*stages, dense]) == "k.a: matches none: 0.moe\nk.a: matches none: 1.moe"
     assert judge([stages[0], _announce(ON), dense]) is None
 
 
