@@ -125,10 +125,7 @@ class ClassicExperts(ExpertLevelExperts):
     """Mixin of swapped experts modules."""
 
     def ds_fp4_weights(self) -> Sequence[torch.Tensor]:
-        experts = self.deepspeed_experts
-        weights = [getattr(expert, name).weight for name in ("w1", "w2", "w3") for expert in experts]
-        # Three tensors are w1, w2 and w3 of all experts, stacked.
-        return [weight[None] for weight in weights] if len(experts) == 1 else weights
+        return [getattr(expert, name).weight for name in ("w1", "w2", "w3") for expert in self.deepspeed_experts]
 
 
 CLASSIC = ExpertLevel(
