@@ -48,6 +48,15 @@ class ExpertLevelExperts(ExpertLevelModule):
         return self.ds_fp4_experts(x, scores, expert_ids, self.ds_fp4_weights())
 
 
+def computes_by(module: torch.nn.Module, method: Callable, *ours: type) -> bool:
+    """Whether `method` is the module's own of that name, apart from classes that ds_fp4 put over its own.
+
+    A subclass or a wrapper that computes something else has to stay in charge.
+    """
+    own = next(c for c in type(module).__mro__ if not issubclass(c, ours))
+    return getattr(own, method.__name__) is method and method.__name__ not in module.__dict__
+
+
 @dataclass(frozen=True, eq=False)
 class ExpertLevel:
     """The expert level of one kind of layer.

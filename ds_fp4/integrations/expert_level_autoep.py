@@ -17,7 +17,14 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.ep_experts import GroupedExperts
 
 from ds_fp4.experts import LayerSpec
-from ds_fp4.integrations.expert_level import ExpertLevel, ExpertLevelExperts, ExpertLevelLayer
+from ds_fp4.integrations.expert_level import (
+    ExpertLevel,
+    ExpertLevelExperts,
+    ExpertLevelLayer,
+    ExpertLevelModule,
+    computes_by,
+)
+from ds_fp4.integrations.seam import CodecLayer
 
 
 def autoep_spec(layer: AutoEPMoELayer) -> LayerSpec:
@@ -49,6 +56,9 @@ def autoep_obstacle(layer: AutoEPMoELayer) -> str | None:
         return f'its tokens travel by expert_parallel.comm_backend "{layer.comm_backend}"'
     if not isinstance(layer.experts, GroupedExperts):
         return f"its experts are {type(layer.experts).__name__}, not GroupedExperts"
+    for module, method in ((layer, AutoEPMoELayer._forward), (layer.experts, GroupedExperts.forward)):
+        if not computes_by(module, method, ExpertLevelModule, CodecLayer):
+            return f"{type(module).__name__} has a {method.__name__} of its own in place of DeepSpeed's"
     names = sorted(name for name, _ in layer.experts.named_parameters())
     if names != ["w1", "w2", "w3"]:
         return f"its experts' parameters are {', '.join(names)}, not w1, w2, w3"

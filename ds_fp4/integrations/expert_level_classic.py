@@ -13,7 +13,7 @@ get as many rows as they have, and no buffer of capacity rows is made or sent.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
@@ -26,7 +26,13 @@ from torch import nn
 
 from ds_fp4.checkpointing import recomputing
 from ds_fp4.experts import LayerSpec
-from ds_fp4.integrations.expert_level import ExpertLevel, ExpertLevelExperts, ExpertLevelLayer, ExpertLevelModule
+from ds_fp4.integrations.expert_level import (
+    ExpertLevel,
+    ExpertLevelExperts,
+    ExpertLevelLayer,
+    ExpertLevelModule,
+    computes_by,
+)
 from ds_fp4.integrations.seam import CodecLayer
 from ds_fp4.nn import SwiGLUExpert
 
@@ -58,7 +64,7 @@ def classic_obstacle(layer: MOELayer, mpu: Any = None) -> str | None:
         return obstacle
     if "sparse_routes" not in inspect.signature(TopKGate.forward).parameters:
         return f"DeepSpeed {deepspeed.__version__}'s gates do not list their routes (those of 0.19.4 and later do)"
-    if not _computes_by(layer, MOELayer.forward, ExpertLevelModule, CodecLayer):
+    if not computes_by(layer, MOELayer.forward, ExpertLevelModule, CodecLayer):
         return f"{type(layer).__name__} has a forward of its own in place of MOELayer's"
     if not isinstance(layer.gate, TopKGate):
         return f"its gate is {type(layer.gate).__name__}, not DeepSpeed's TopKGate"
@@ -75,12 +81,12 @@ def _experts_obstacle(experts: nn.Module) -> str | None:
         return f"its experts are {type(experts).__name__}, not a deepspeed.moe.experts.Experts"
     modules = list(experts.deepspeed_experts)
     for expert in modules:
-        if not isinstance(expert, SwiGLUExpert) or not _computes_by(expert, SwiGLUExpert.forward):
+        if not isinstance(expert, SwiGLUExpert) or not computes_by(expert, SwiGLUExpert.forward):
             return f"its experts are {type(expert).__name__}; classic layers get it with ds_fp4.nn.SwiGLUExpert"
         for name in ("w1", "w2", "w3"):
             projection = getattr(expert, name)
             # Replaced by an adapter or a quantized layer, say, whose computation would be left out.
-            if not isinstance(projection, nn.Linear) or not _computes_by(projection, nn.Linear.forward):
+            if not isinstance(projection, nn.Linear) or not computes_by(projection, nn.Linear.forward):
                 return f"its experts' {name} is {type(projection).__name__}, not nn.Linear"
             if projection.bias is not None:
                 return f"its experts' {name} has a bias"
@@ -91,12 +97,6 @@ def _experts_obstacle(experts: nn.Module) -> str | None:
     if len(kinds) > 1:
         return "its experts differ in shape or activation"
     return None
-
-
-def _computes_by(module: nn.Module, forward: Callable, *ours: type) -> bool:
-    """Whether `forward` is what a call of the module computes, apart from classes that ds_fp4 put over its own."""
-    own = next(c for c in type(module).__mro__ if not issubclass(c, ours))
-    return own.forward is forward and "forward" not in module.__dict__
 
 
 class ClassicLayer(ExpertLevelLayer):

@@ -69,6 +69,17 @@ class _Biased(GroupedExperts):
         self.b1 = torch.nn.Parameter(torch.zeros(4, 128))
 
 
+class _Scaled(GroupedExperts):
+    def forward(self, x, num_tokens_per_expert):
+        return 2 * super().forward(x, num_tokens_per_expert)
+
+
+def _patched() -> GroupedExperts:
+    experts = GroupedExperts(128, 128, 4)
+    experts.forward = lambda x, counts: x
+    return experts
+
+
 OBSTACLES = [
     (dict(hidden=160), "hidden size 160 is not a multiple of 128"),
     (dict(intermediate=192), "intermediate size 192 is not a multiple of 128"),
@@ -79,6 +90,9 @@ OBSTACLES = [
     ),
     (dict(top_k=40), "a token 40 experts, more than 32"),
     (dict(experts=torch.nn.Linear(4, 4)), "its experts are Linear, not GroupedExperts"),
+    (dict(experts=_Scaled(128, 128, 4)), "_Scaled has a forward of its own in place of DeepSpeed's"),
+    (dict(experts=_patched()), "GroupedExperts has a forward of its own in place of DeepSpeed's"),
+    (dict(_forward=lambda hidden_states: hidden_states), "AutoEPMoELayer has a _forward of its own"),
     (dict(experts=_Biased()), "parameters are b1, w1, w2, w3, not w1, w2, w3"),
 ]
 
