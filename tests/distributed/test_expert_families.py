@@ -54,11 +54,20 @@ def _deepseek_v3() -> torch.nn.Module:
 
 
 def _qwen3_moe() -> torch.nn.Module:
-    """Softmax scores that are normalized, and router logits in the loss."""
+    """Softmax scores that are normalized, and a balancing loss of the router's logits."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    options = dict(moe_intermediate_size=128, num_experts=8, num_experts_per_tok=4, norm_topk_prob=True, head_dim=32)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_COMMON, **options))
+    config = Qwen3MoeConfig(
+        **_COMMON,
+        moe_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        head_dim=32,
+        output_router_logits=True,
+        router_aux_loss_coef=0.1,
+    )
+    return Qwen3MoeForCausalLM(config)
 
 
 def _qwen3_5_moe() -> torch.nn.Module:

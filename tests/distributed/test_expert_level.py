@@ -58,6 +58,8 @@ def _both(cases: list[dict], exact: bool) -> list[tuple]:
 PARITY = {
     2: [
         dict(ep_size=1, zero=0),
+        dict(ep_size=1, zero=3, checkpoint="reentrant"),
+        dict(ep_size=2, zero=0),
         dict(ep_size=2, zero=1),
         dict(ep_size=2, zero=2, checkpoint="non-reentrant"),
         dict(ep_size=2, zero=3),
@@ -65,7 +67,13 @@ PARITY = {
         dict(ep_size=2, zero=1, model=dict(num_experts_per_tok=1)),
         dict(ep_size=2, zero=1, model=dict(num_experts_per_tok=8)),
     ],
-    4: [dict(ep_size=2, zero=1), dict(ep_size=2, zero=3, checkpoint="non-reentrant"), dict(ep_size=4, zero=2)],
+    4: [
+        dict(ep_size=2, zero=0),
+        dict(ep_size=2, zero=1),
+        dict(ep_size=2, zero=2, checkpoint="reentrant"),
+        dict(ep_size=2, zero=3, checkpoint="non-reentrant"),
+        dict(ep_size=4, zero=2),
+    ],
 }
 
 
