@@ -41,7 +41,7 @@ from ds_fp4.integrations import autoep, checkpointing, classic, expert_level
 from ds_fp4.integrations.layers import MoELayer
 from ds_fp4.integrations.seam import SeamError, restore_class, swap_class
 from ds_fp4.startup import Announcement, agree
-from ds_fp4.summary import log_summary
+from ds_fp4.summary import log_summary, shorten
 from ds_fp4.version import __version__
 
 _HOOKED = "_configure_distributed_model"
@@ -198,7 +198,7 @@ def _plan_expert_level(plan: Plan, device: torch.device, announcement: Announcem
 
     Raises ConfigError where a layer that cannot be was asked for by name and not by a preset.
     """
-    faults = []
+    faults: dict[tuple[str, str], list[str]] = {}
     for layer in plan.layers:
         recipe = plan.recipes[layer.name]
         if recipe.compute != "fp8":
@@ -215,14 +215,16 @@ def _plan_expert_level(plan: Plan, device: torch.device, announcement: Announcem
         if gemms is not None:
             plan.gemms[layer.name] = gemms
         elif asked:
-            faults.append(
-                f"{BLOCK}.experts.compute = 'fp8': {layer.name} ({layer.implementation}) cannot be computed in FP8: "
-                f'{obstacle}. Set experts.compute to "bf16" for it, here or in {BLOCK}.layers'
-            )
+            faults.setdefault((layer.implementation, obstacle), []).append(layer.name)
         else:
             plan.not_at_expert_level[layer.name] = obstacle
     if faults:
-        raise ConfigError("\n".join(faults))
+        lines = [
+            f"{BLOCK}.experts.compute = 'fp8': {shorten(names)} ({implementation}) cannot be computed in FP8: "
+            f'{obstacle}. Set experts.compute to "bf16" there, in the block or in {BLOCK}.layers'
+            for (implementation, obstacle), names in faults.items()
+        ]
+        raise ConfigError("\n".join(lines))
     if plan.gemms:
         _check_epochs()
     for level in {layer.expert_level for layer in plan.expert_level}:
@@ -237,11 +239,13 @@ def find_layers(model: torch.nn.Module, mpu: Any = None) -> list[MoELayer]:
 def _refuse_what_cannot_work(plan: Plan, ds_config: dict) -> None:
     if plan.config.checkpointing.enabled:
         checkpointing.refuse_deepspeed_features(ds_config)
-    faults = [
-        f"{layer.name} ({layer.implementation}): {layer.obstacle}" for layer in plan.compressed if layer.obstacle
-    ]
+    faults: dict[tuple[str, str], list[str]] = {}
+    for layer in plan.compressed:
+        if layer.obstacle:
+            faults.setdefault((layer.implementation, layer.obstacle), []).append(layer.name)
     if faults:
-        raise ConfigError("\n".join(faults))
+        lines = [f"{shorten(names)} ({kind}): {obstacle}" for (kind, obstacle), names in faults.items()]
+        raise ConfigError("\n".join(lines))
     if (plan.compressed or plan.expert_level) and ds_config.get("compile", {}).get("deepcompile"):
         raise ConfigError(
             "compile.deepcompile = True: DeepCompile traces through the MoE layers, whose codecs cannot be "

@@ -110,6 +110,14 @@ def test_a_layer_that_cannot_stays_at_the_codec_level_or_is_refused(layer, reaso
         assert _plan({"experts": {"compute": "fp8"}, "layers": {"moe": override}}, **layer).expert_level == []
 
 
+def test_layers_that_cannot_for_one_reason_are_one_line():
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([_layer(intermediate=64) for _ in range(4)])})
+    with pytest.raises(ConfigError) as error:
+        engine.make_plan({"ds_fp4": {"enabled": True, "experts": {"compute": "fp8"}}}, model, CPU, Announcement("0"))
+    (line,) = str(error.value).splitlines()
+    assert "layers.{0-3} (AutoEP) cannot be computed in FP8: its intermediate size 64" in line
+
+
 def test_an_older_layer_without_the_seam(monkeypatch):
     layer = _layer()
     del layer.folding_group_handles
