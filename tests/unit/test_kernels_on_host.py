@@ -5,6 +5,7 @@
 import pytest
 import torch
 
+from ds_fp4 import formats
 from ds_fp4.ops import kernels
 from tests import kernel_checks as checks
 from tests import strategies
@@ -137,7 +138,17 @@ def test_weight_to_fp8(dtype, aligned):
     for seed, kind in enumerate(strategies.FINITE_KINDS):
         experts, rows, k = shapes[seed % len(shapes)]
         for joined in (True, False):
-            checks.check_weight_to_fp8("cpu", kind, experts, rows, k, seed, dtype, joined, aligned, seed % 2 == 1)
+            for orientation in formats.ORIENTATIONS:
+                checks.check_weight_to_fp8(
+                    "cpu", kind, experts, rows, k, seed, dtype, joined, aligned, seed % 2 == 1, orientation
+                )
+
+
+def test_rows_of_weights_need_no_aligned_columns(host):
+    # N = 132 is no multiple of 16, which only transposed codes ask for.
+    for orientation, vector in (("rows", "true"), ("transposed", "false"), ("both", "false")):
+        checks.check_weight_to_fp8("cpu", "gaussian", 2, 132, 64, 0, torch.bfloat16, False, orientation=orientation)
+        assert host.launched[-1] == f"weight_to_fp8<Bf16, {vector}>", orientation
 
 
 @pytest.mark.parametrize("aligned", [True, False])
