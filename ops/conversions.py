@@ -322,10 +322,11 @@ def split_weight_gradient(gradient: torch.Tensor, *, out: Pair | None = None) ->
         g1.copy_(gradient[:, : g1.shape[1]])
         g3.copy_(gradient[:, g1.shape[1] :])
         return g1, g3
-    tiles_a_half = -(-half // KERNELS["split_weight_gradient"].tile[1])
+    kernel = KERNELS["split_weight_gradient"]
+    tiles_a_half = -(-half // kernel.tile[1])
     tiles = 2 * g1.shape[0] * tiles_a_half
     launch_blocks(
-        "split_weight_gradient", (), grid_for(THREADS * tiles, gradient.device.index), gradient.device.index,
+        kernel.name, (), grid_for(THREADS * tiles, kernel, gradient.device.index), gradient.device.index,
         tiles=tiles, tiles_a_half=tiles_a_half, half_units=half // 8,
         gradient=gradient.data_ptr(), g1=g1.data_ptr(), g3=g3.data_ptr(),
     )  # fmt: skip

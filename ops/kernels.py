@@ -39,6 +39,9 @@ PART_VALUES = 1 << 30
 LONGEST_ROW = (1 << 31) - 1
 # Enough blocks for the slowest to hardly matter at the end, few enough for a warp to take several tiles.
 BLOCKS_PER_MULTIPROCESSOR = 32
+# The same for kernels that are faster when warps take one tile each, in order: those that write more than they read.
+# Nearly every launch is that small; what remains goes by grid strides, which warps' 32-bit numbers leave room for.
+BLOCKS_OF_ONE_TILE = 1024
 
 ROWS = ("rows", "width", "input_rows", "index", "tiles_a_row")  # struct Rows, csrc/row_tiles.cuh
 # struct Columns, csrc/column_tiles.cuh
@@ -63,6 +66,7 @@ class Kernel:
         instantiations: template arguments, as text.
         tile: what a warp (row kernels) or a block (column kernels) takes at a time: rows, values; None where the call
             works out its own grid.
+        blocks: at most so many a multiprocessor, of kernels that go over tiles in grid strides.
         shared_bytes: of dynamic shared memory.
     """
 
@@ -70,6 +74,7 @@ class Kernel:
     params: tuple[str, ...]
     instantiations: tuple[str, ...]
     tile: tuple[int, int] | None = None
+    blocks: int = BLOCKS_PER_MULTIPROCESSOR
     shared_bytes: int = 0
 
     @functools.cached_property
@@ -87,8 +92,8 @@ def _scales(name: str) -> tuple[str, ...]:
     return tuple(f"{name}_{field}" for field in SCALES)
 
 
-def _row_kernel(name: str, *params: str) -> Kernel:
-    return Kernel(name, (*ROWS, *params), _VALUES_AND_VECTOR, TILE)
+def _row_kernel(name: str, *params: str, blocks: int = BLOCKS_PER_MULTIPROCESSOR) -> Kernel:
+    return Kernel(name, (*ROWS, *params), _VALUES_AND_VECTOR, TILE, blocks)
 
 
 def _quad_kernel(name: str, instantiations: tuple[str, ...], *params: str) -> Kernel:
@@ -196,9 +201,11 @@ KERNELS: Mapping[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         _row_kernel("bf16_to_fp4_row", *_pointers("x", "packed", "scales"), "rounding"),
-        _row_kernel("fp4_row_to_bf16", *_pointers("packed", "scales", "out")),
+        _row_kernel("fp4_row_to_bf16", *_pointers("packed", "scales", "out"), blocks=BLOCKS_OF_ONE_TILE),
         _row_kernel("bf16_to_fp8_row", *_pointers("x", "q"), *_scales("scales")),
-        _row_kernel("fp8_row_to_bf16", *_pointers("q", "scales", "out"), "scale_bytes"),
+        _row_kernel(
+            "fp8_row_to_bf16", *_pointers("q", "scales", "out"), "scale_bytes", blocks=BLOCKS_OF_ONE_TILE
+        ),
         _quad_kernel("fp4_row_to_fp8_row", _VECTOR, *_pointers("packed", "block_scales", "q"), *_scales("scales")),
         _quad_kernel(
             "fp8_row_to_fp4_row", _FP32_AND_VECTOR, *_pointers("q", "group_scales", "packed", "scales"), "rounding"
@@ -295,9 +302,9 @@ def _addresses(values: dict[str, int], units: Mapping[str, tuple[torch.Tensor, i
     return vector
 
 
-def grid_for(threads: int, device: int) -> int:
+def grid_for(threads: int, kernel: Kernel, device: int) -> int:
     """Blocks for a kernel that goes over its work in grid strides."""
-    return min(-(-threads // THREADS), multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
+    return min(-(-threads // THREADS), multiprocessors(device) * kernel.blocks)
 
 
 def row_parts(
@@ -364,7 +371,7 @@ def launch_rows(
     vector = _addresses(values, units) and width % unit == 0
     device = next(iter(units.values()))[0].device.index
     warps = -(-rows // tile_rows) * tiles_a_row
-    launch(kernel, _template(arguments, vector), grid_for(32 * warps, device), values, device)
+    launch(kernel, _template(arguments, vector), grid_for(32 * warps, kernel, device), values, device)
 
 
 def launch_columns(
