@@ -17,7 +17,9 @@ import torch
 from ds_fp4 import formats
 from ds_fp4.formats import FP8_GROUP, MXFP4_BLOCK, checks, ue8m0
 from ds_fp4.ops.kernels import (
+    GATHERED_STRIPE,
     KERNELS,
+    LONGEST_ROW,
     SOURCE_SCALES,
     THREADS,
     VALUES,
@@ -198,6 +200,7 @@ def fp8_row_to_fp8_row(
             "fp8_row_to_fp8_row", SOURCE_SCALES[scales.dtype], codes.shape[0], source.shape[1], source.shape[0], index,
             {"source": (source, 16), "q": (codes, 16)}, unit=16,
             source_scales=source_scales.data_ptr(), source_scales_stride=row_stride(source_scales),
+            stripe=LONGEST_ROW if index is None else GATHERED_STRIPE,
             **scales_values("scales", group_scales, _lowest(scale_dtype, scale_layout)),
         )  # fmt: skip
     return out_q, out_scales

@@ -27,9 +27,14 @@ CSRC = Path(__file__).parent / "csrc"
 # Without --use_fast_math, which DeepSpeed's builder would add: nothing here may flush a subnormal.
 NVCC_FLAGS = ("-O3", "-std=c++17")
 
-THREADS = 256  # kThreads, csrc/row_tiles.cuh
+THREADS, LANES = 256, 32  # kThreads, kLanes, csrc/row_tiles.cuh
 TILE = (1, 1024)  # rows and values a warp takes at a time: 1, kTileValues
-QUAD = (4, 512)  # kQuadRows, kQuadColumns, csrc/row_quads.cuh
+# Rows and values of a quad, csrc/row_quads.cuh: what kernels that write FP8 take at a time; what fp8_row_to_fp4_row
+# takes, and where rows are whole tiles and all accesses are aligned. Its values a lane are a template argument.
+FP8_QUAD, FP4_QUAD, WHOLE_FP4_QUAD = (8, 512), (4, 512), (2, 1024)
+# Tiles of neighboring columns that fp8_row_to_fp8_row converts in all gathered rows before the next ones: 1024 bytes
+# of each of 40,000 rows fit into the cache, from which a row that an index names again is then read.
+GATHERED_STRIPE = 2
 TILE_TOKENS = 128  # kTokens, csrc/column_tiles.cuh
 # Tiles of 128 rows that follow each other before the next columns: their runs of 128 bytes lie side by side, and so do
 # the pieces of a row that neighboring columns read.
@@ -66,6 +71,7 @@ class Kernel:
         instantiations: template arguments, as text.
         tile: what a warp (row kernels) or a block (column kernels) takes at a time: rows, values; None where the call
             works out its own grid.
+        whole_tile: the same, where a row is whole tiles and all accesses are aligned.
         blocks: at most so many a multiprocessor, of kernels that go over tiles in grid strides.
         shared_bytes: of dynamic shared memory.
     """
@@ -74,6 +80,7 @@ class Kernel:
     params: tuple[str, ...]
     instantiations: tuple[str, ...]
     tile: tuple[int, int] | None = None
+    whole_tile: tuple[int, int] | None = None
     blocks: int = BLOCKS_PER_MULTIPROCESSOR
     shared_bytes: int = 0
 
@@ -93,11 +100,11 @@ def _scales(name: str) -> tuple[str, ...]:
 
 
 def _row_kernel(name: str, *params: str, blocks: int = BLOCKS_PER_MULTIPROCESSOR) -> Kernel:
-    return Kernel(name, (*ROWS, *params), _VALUES_AND_VECTOR, TILE, blocks)
+    return Kernel(name, (*ROWS, *params), _VALUES_AND_VECTOR, TILE, blocks=blocks)
 
 
-def _quad_kernel(name: str, instantiations: tuple[str, ...], *params: str) -> Kernel:
-    return Kernel(name, (*ROWS, *params), instantiations, QUAD)
+def _to_fp8_quad_kernel(name: str, instantiations: tuple[str, ...], *params: str) -> Kernel:
+    return Kernel(name, (*ROWS, *params), instantiations, FP8_QUAD, blocks=BLOCKS_OF_ONE_TILE)
 
 
 def _column_kernel(name: str, instantiations: tuple[str, ...], columns: int, *params: str) -> Kernel:
@@ -206,12 +213,19 @@ KERNELS: Mapping[str, Kernel] = {
         _row_kernel(
             "fp8_row_to_bf16", *_pointers("q", "scales", "out"), "scale_bytes", blocks=BLOCKS_OF_ONE_TILE
         ),
-        _quad_kernel("fp4_row_to_fp8_row", _VECTOR, *_pointers("packed", "block_scales", "q"), *_scales("scales")),
-        _quad_kernel(
-            "fp8_row_to_fp4_row", _FP32_AND_VECTOR, *_pointers("q", "group_scales", "packed", "scales"), "rounding"
+        _to_fp8_quad_kernel(
+            "fp4_row_to_fp8_row", _VECTOR, *_pointers("packed", "block_scales", "q"), *_scales("scales")
         ),
-        _quad_kernel(
-            "fp8_row_to_fp8_row", _FP32_AND_VECTOR, *_pointers("source", "source_scales", "q"), *_scales("scales")
+        Kernel(
+            "fp8_row_to_fp4_row",
+            (*ROWS, *_pointers("q", "group_scales", "packed", "scales"), "rounding"),
+            tuple(f"{fp32}, {rest}" for fp32 in _VECTOR for rest in ("32, true", "16, true", "16, false")),
+            FP4_QUAD,
+            WHOLE_FP4_QUAD,
+        ),
+        _to_fp8_quad_kernel(
+            "fp8_row_to_fp8_row", _FP32_AND_VECTOR,
+            *_pointers("source", "source_scales", "q"), *_scales("scales"), "stripe",
         ),
         _column_kernel(
             "fp4_row_to_fp8_col", _VECTOR, 256, *_pointers("packed", "block_scales"), "q", *_scales("scales")
@@ -345,7 +359,7 @@ def launch_rows(
 
     Args:
         name: a key of KERNELS.
-        arguments: of the template, but the last, kVector.
+        arguments: of the template, but the last, kVector, and a lane's values where there is a whole tile.
         rows: output rows. width: values a row. input_rows: rows that `index` may name.
         index: int32 [rows] or None.
         units: by parameter, the tensors accessed in units of `unit` values, and the bytes of one unit.
@@ -358,6 +372,11 @@ def launch_rows(
         return
     kernel = KERNELS[name]
     tile_rows, tile_values = kernel.tile
+    if kernel.whole_tile is not None:
+        longer = kernel.whole_tile[1] // tile_values
+        if width % kernel.whole_tile[1] == 0 and all(aligned(t, longer * size) for t, size in units.values()):
+            tile_rows, tile_values = kernel.whole_tile
+        arguments = (*arguments, str(tile_values // LANES))
     _below_2_31("rows", max(rows, input_rows))
     _below_2_31("values in a row", width)
     tiles_a_row = -(-width // tile_values)
@@ -371,7 +390,7 @@ def launch_rows(
     vector = _addresses(values, units) and width % unit == 0
     device = next(iter(units.values()))[0].device.index
     warps = -(-rows // tile_rows) * tiles_a_row
-    launch(kernel, _template(arguments, vector), grid_for(32 * warps, kernel, device), values, device)
+    launch(kernel, _template(arguments, vector), grid_for(LANES * warps, kernel, device), values, device)
 
 
 def launch_columns(
