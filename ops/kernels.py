@@ -37,7 +37,8 @@ FP8_QUAD, FP4_QUAD, WHOLE_FP4_QUAD = (8, 512), (4, 512), (2, 1024)
 GATHERED_STRIPE = 2
 TILE_TOKENS = 128  # kTokens, csrc/column_tiles.cuh
 # Tiles of 128 rows that follow each other before the next columns: their runs of 128 bytes lie side by side, and so do
-# the pieces of a row that neighboring columns read.
+# the pieces of a row that neighboring columns read. Where rows are gathered, all of them: what an index names again is
+# then still in the cache, 128 or 256 columns of every row.
 STRIP = 8
 # Of a row that the kernels could not count within 31 bits, what is converted at a time: whole tiles, groups, blocks.
 PART_VALUES = 1 << 30
@@ -424,7 +425,7 @@ def launch_columns(
         "groups": group_sizes.shape[0],
         "tiles": tiles,
         "column_tiles": column_tiles,
-        "strip": STRIP,
+        "strip": STRIP if index is None else tiles,
     }
     vector = _addresses(values, units) and width % unit == 0
     launch(kernel, _template(arguments, vector), tiles * column_tiles, values, group_sizes.device.index)
