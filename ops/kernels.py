@@ -114,7 +114,9 @@ def _column_kernel(name: str, instantiations: tuple[str, ...], columns: int, *pa
 
 # ---- fused_kernels.cu ----
 
-CHUNK_VALUES = 512  # kChunkValues, csrc/stored_rows.cuh
+CHUNK_VALUES = 512  # of a row that a warp takes at a time: kForwardSteps, kCombineSteps times 256
+LONG_CHUNK_VALUES = 1024  # combine_rows<LONG_CHUNKS>
+LONG_CHUNKS = "Mxfp4Rows, Bf16Rows, false, true"
 GATHER_UNITS = 4 * THREADS  # kGatherSteps, csrc/gather_rows.cuh
 _ACTIVATIONS = ("Swiglu", "SwigluClamped", "SwigluOai", "GegluTanh")
 _STORED_ROWS = ("Bf16Rows", "Mxfp4Rows", "Fp8Rows")
