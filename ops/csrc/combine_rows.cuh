@@ -65,7 +65,8 @@ struct CombineReader {
         stride = static_cast<uint32>(p.x_stride);
         scales_stride = static_cast<uint32>(p.x_scales_stride);
         fp32_scales = In::kUnitBytes != 4 && p.x_scale_bytes == 4;
-        const int64 first = kAsks || chunks.has_unit(0) ? chunks.first : 0;
+        // Also with kAsks, where the choice saves ptxas four registers.
+        const int64 first = !kVector || chunks.has_unit(0) ? chunks.first : 0;
         x = p.x + first / kUnit * In::kUnitBytes;
         scales = p.x_scales;
         if constexpr (In::kScaled) {
