@@ -38,12 +38,13 @@ __global__ void __launch_bounds__(kThreads, kEightRowBlocks) fp4_row_to_fp8_row(
             scale[step] = kUe8m0Nan;  // takes no part in the maximum
             if (quad.has_input(step)) {
                 const uint8* packed = row_of(p.packed + quad.first / 2, quad.input_row[step], p.packed_stride);
-                load_unit<kVector, uint8>(packed, Place::kValues / 2, codes[step]);
+                load_unit<kVector, uint8, true>(packed, Place::kValues / 2, codes[step]);
                 const uint8* scales =
                     row_of(p.block_scales + quad.first / kMxfp4Block, quad.input_row[step], p.block_scales_stride);
-                scale[step] = __ldg(scales);
+                scale[step] = load_one<true>(scales);
             }
         }
+        __syncwarp();  // all loads are on their way before the first row's scale is waited for
         int own_scale = 0;
 #pragma unroll
         for (int step = 0; step < Place::kRows; ++step) {
