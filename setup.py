@@ -23,6 +23,7 @@ setup(
         "ds_fp4",
         "ds_fp4.bench",
         "ds_fp4.cli",
+        "ds_fp4.experts",
         "ds_fp4.formats",
         "ds_fp4.gemm",
         "ds_fp4.integrations",

@@ -25,6 +25,8 @@ CodecName = Literal["bf16", "fp8", "mxfp4"]
 RecipeName = Literal["bf16", "fp8", "mxfp4"]
 GemmName = Literal["auto", "deepgemm", "cublas", "emulation"]
 ScaleRounding = Literal["floor", "rceil", "ceil", "even"]
+# Keys for which "auto" is a value of their own.
+_AUTO_KEYS = ("gemm", "wgrad_gemm")
 LEGS = ("dispatch_forward", "combine_forward", "combine_backward", "dispatch_backward")
 
 
@@ -191,7 +193,7 @@ def _faults_before_pydantic(value: Any, path: str) -> Iterator[str]:
                 yield f"{path}: the key {key!r} is not a string"
             else:
                 yield from _faults_before_pydantic(item, f"{path}.{key}")
-    elif value == "auto":
+    elif value == "auto" and path.rsplit(".", 1)[-1] not in _AUTO_KEYS:
         yield f'{path} = "auto": nothing fills in "auto" here; give a value or leave the key out'
 
 

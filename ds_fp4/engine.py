@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
@@ -38,7 +39,7 @@ from ds_fp4.config import (
 from ds_fp4.experts import weights_changed
 from ds_fp4.integrations import autoep, checkpointing, classic, expert_level
 from ds_fp4.integrations.layers import MoELayer
-from ds_fp4.integrations.seam import restore_class, swap_class
+from ds_fp4.integrations.seam import SeamError, restore_class, swap_class
 from ds_fp4.startup import Announcement, agree
 from ds_fp4.summary import log_summary
 from ds_fp4.version import __version__
@@ -104,7 +105,18 @@ def install() -> None:
     configure_distributed_model._ds_fp4_hook = True
     setattr(DeepSpeedEngine, _HOOKED, configure_distributed_model)
     for name in _CHANGE_WEIGHTS:
-        setattr(DeepSpeedEngine, name, _ending_an_epoch(getattr(DeepSpeedEngine, name)))
+        if hasattr(DeepSpeedEngine, name):
+            setattr(DeepSpeedEngine, name, _ending_an_epoch(getattr(DeepSpeedEngine, name)))
+
+
+def _check_epochs() -> None:
+    """Raise SeamError if a method that changes weights is not hooked: FP8 copies of them would go stale unnoticed."""
+    for name in _CHANGE_WEIGHTS:
+        if not getattr(getattr(DeepSpeedEngine, name, None), "_ds_fp4_hook", False):
+            raise SeamError(
+                f"DeepSpeed {deepspeed.__version__}: DeepSpeedEngine.{name}, after which FP8 weights are made anew, "
+                f'is not there or was replaced. Install a tested release, or set {BLOCK}.experts.compute to "bf16".'
+            )
 
 
 def _ending_an_epoch(method: Callable) -> Callable:
@@ -115,6 +127,7 @@ def _ending_an_epoch(method: Callable) -> Callable:
         finally:
             weights_changed()
 
+    changes_weights._ds_fp4_hook = True
     return changes_weights
 
 
@@ -123,7 +136,7 @@ def _plan_with_all_ranks(engine: DeepSpeedEngine, model: torch.nn.Module) -> Pla
     plan = None
     cause = None
     try:
-        plan = make_plan(engine._config._param_dict, model, device=engine.device, announcement=announcement)
+        plan = make_plan(engine._config._param_dict, model, engine.device, announcement, engine.mpu)
     except Exception as error:
         cause = error
         announcement.error = f"{type(error).__name__}: {error}"
@@ -135,7 +148,7 @@ def _plan_with_all_ranks(engine: DeepSpeedEngine, model: torch.nn.Module) -> Pla
 
 
 def make_plan(
-    ds_config: dict, model: torch.nn.Module, device: torch.device, announcement: Announcement
+    ds_config: dict, model: torch.nn.Module, device: torch.device, announcement: Announcement, mpu: Any = None
 ) -> Plan | None:
     """Validate everything that can be before anything is sent; None if ds_fp4 is not enabled.
 
@@ -144,6 +157,7 @@ def make_plan(
         model: with AutoEP's layers already in place.
         device: where the model will train.
         announcement: filled in with what the other ranks have to know, as far as it is known when an error is raised.
+        mpu: the engine's description of tensor and pipeline parallelism, if it has one.
 
     Raises ConfigError for the block, RuntimeError for versions and kernels.
     """
@@ -155,7 +169,7 @@ def make_plan(
         return None
     announcement.moe_requests = config.moe_requests
     compat.check_deepspeed()
-    layers = find_layers(model)
+    layers = find_layers(model, mpu)
     announcement.moe_layers = len(layers)
     if any(layer.implementation == "AutoEP" for layer in layers):
         compat.check_transformers()
@@ -208,11 +222,14 @@ def _plan_expert_level(plan: Plan, device: torch.device, announcement: Announcem
     if faults:
         raise ConfigError("\n".join(faults))
     if plan.gemms:
-        expert_level.check_autoep_seam()
+        _check_epochs()
+    for level in {layer.expert_level for layer in plan.expert_level}:
+        level.check_seam()
 
 
-def find_layers(model: torch.nn.Module) -> list[MoELayer]:
-    return [*classic.find(model), *autoep.find(model)]
+def find_layers(model: torch.nn.Module, mpu: Any = None) -> list[MoELayer]:
+    """Every MoE layer of the model; `mpu` as in `make_plan`."""
+    return [*classic.find(model, mpu), *autoep.find(model)]
 
 
 def _refuse_what_cannot_work(plan: Plan, ds_config: dict) -> None:
@@ -233,7 +250,7 @@ def _refuse_what_cannot_work(plan: Plan, ds_config: dict) -> None:
 def apply(plan: Plan, model: torch.nn.Module) -> None:
     """Swap the classes of the layers that change and of the modules that are checkpointed."""
     for layer in plan.expert_level:
-        expert_level.take_over(layer.module, plan.recipes[layer.name], plan.gemms[layer.name])
+        layer.expert_level.take_over(layer.module, plan.recipes[layer.name], plan.gemms[layer.name])
     for layer in plan.compressed:
         swap_class(layer.module, layer.name, make_legs(plan.recipes[layer.name], layer.hidden))
     if plan.config.checkpointing.enabled:

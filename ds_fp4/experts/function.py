@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from ds_fp4 import ops
 from ds_fp4.experts.exchange import Counts
 from ds_fp4.experts.records import RecordFormat
-from ds_fp4.experts.weights import Fp8Weights, split_kinds
+from ds_fp4.experts.weights import Fp8Weights, come_and_go, split_kinds, stacked
 from ds_fp4.gemm import Groups
 
 if TYPE_CHECKING:
@@ -151,6 +151,7 @@ class _Experts(torch.autograd.Function):
         output = _sum_over_ranks(layer, layer.combine, returned, routing.records)
 
         ctx.layer, ctx.counts, ctx.dtype = layer, counts, dtype
+        ctx.keep_fp8 = not come_and_go(weights)
         ctx.parts = (len(weights), len(routing))
         ctx.save_for_backward(*weights, *routing, received, *saved)
         return output.to(dtype)
@@ -166,7 +167,7 @@ class _Experts(torch.autograd.Function):
         routing = Routing(*tensors[count : count + routing_parts])
         received, *saved = tensors[count + routing_parts :]
         del tensors
-        groups, fp8 = routing.groups(counts), layer.cache.get(weights)
+        groups, fp8 = routing.groups(counts), layer.cache.get(weights, ctx.keep_fp8)
         needs_x, needs_scores = ctx.needs_input_grad[1:3]
         needs_weights = ctx.needs_input_grad[4:]
 
@@ -191,9 +192,11 @@ class _Experts(torch.autograd.Function):
             ops.gather_gradients(d.weights, routing.places, out=_gradient_tail(layer, outgoing))
             travelling = exchange.start(outgoing, counts.received, counts.sent)
             del outgoing
+        d = d._replace(row=None, row_scales=None)  # Only dx needed the rows.
+        del fp8
 
         weight_gradients = _weight_gradients(layer, weights, needs_weights, received, gradient, d, routing, groups)
-        del received, gradient, d, fp8
+        del received, gradient, d
 
         x_gradient = scores_gradient = None
         if travelling is not None:
@@ -210,13 +213,13 @@ class _Experts(torch.autograd.Function):
 
 def _weight_gradients(layer, weights, needed, received, gradient, d, routing, groups) -> list[torch.Tensor | None]:
     """Gradients of the expert weights that need one, as sums over this rank's rows, in the weights' order."""
-    kinds = split_kinds(weights)
-    needs = [any(kind) if isinstance(kind, (list, tuple)) else kind for kind in split_kinds(needed)]
-    stacked = isinstance(kinds[0], torch.Tensor)
+    is_stacked = stacked(weights)
+    kinds = split_kinds(weights, is_stacked)
+    needs = [kind if is_stacked else any(kind) for kind in split_kinds(needed, is_stacked)]
 
     def new_gradient(kind) -> torch.Tensor:
-        shape = kind.shape if stacked else (len(kind), *kind[0].shape)
-        dtype = (kind if stacked else kind[0]).dtype
+        shape = kind.shape if is_stacked else (len(kind), *kind[0].shape)
+        dtype = (kind if is_stacked else kind[0]).dtype
         # The GEMM libraries write BF16 and FP32; autograd casts to what the parameter is.
         dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
         return torch.empty(shape, dtype=dtype, device=received.device)
@@ -233,7 +236,7 @@ def _weight_gradients(layer, weights, needed, received, gradient, d, routing, gr
         columns = layer.dispatch.gemm_columns(received, order, padded_sizes)
         layer.compute.weight_gradient((d.col, d.col_scales), columns, groups, [gradients[0], gradients[2]])
         del columns
-    if stacked:
+    if is_stacked:
         return [g if need else None for g, need in zip(gradients, needs, strict=True)]
     flat = [g[e] if g is not None else None for g in gradients for e in range(len(kinds[0]))]
     return [g if need else None for g, need in zip(flat, needed, strict=True)]

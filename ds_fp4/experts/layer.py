@@ -15,11 +15,12 @@ from ds_fp4.experts.exchange import Exchange
 from ds_fp4.experts.function import apply_experts
 from ds_fp4.experts.records import RecordFormat
 from ds_fp4.experts.spec import LayerSpec
-from ds_fp4.experts.weights import WeightCache
+from ds_fp4.experts.weights import WeightCache, stacked
 from ds_fp4.gemm import GemmBackends
 
 # Per expert of a token: an FP32 weight and an int16 id on the way there, the weight's FP32 gradient on the way back.
 _ROUTING_BYTES, _GRADIENT_BYTES = 6, 4
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ExpertLayer:
@@ -43,7 +44,7 @@ class ExpertLayer:
         obstacle = spec.obstacle()
         if obstacle is not None:
             raise ValueError(f"the expert level cannot compute this layer: {obstacle}")
-        self.spec, self.recipe = spec, recipe
+        self.spec, self.recipe, self.gemms = spec, recipe, gemms
 
         def records(leg: str, tail_bytes: int = 0, operand: bool = True) -> RecordFormat:
             # Sums that go nowhere are not worth rounding; GEMM operands are FP8 wherever they come from.
@@ -57,6 +58,10 @@ class ExpertLayer:
         self.compute = Fp8Compute(spec, recipe, gemms)
         self.exchange = Exchange(group, spec.ep_size)
         self.cache = WeightCache(recipe.weight_cache == "step", self.compute.quantize_weights)
+
+    def __deepcopy__(self, memo: dict) -> ExpertLayer:
+        # Process groups and libraries are shared; FP8 weights are made when they are needed.
+        return ExpertLayer(self.spec, self.recipe, self.exchange.group, self.gemms)
 
     def __call__(
         self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, weights: Sequence[torch.Tensor]
@@ -76,19 +81,43 @@ class ExpertLayer:
             ValueError: on a wrong shape, dtype or device.
         """
         self._check(x, scores, expert_ids, weights)
-        return apply_experts(self, x, scores.to(torch.float32), expert_ids, weights)
+        return apply_experts(self, x, scores.to(torch.float32).contiguous(), expert_ids.contiguous(), weights)
 
     def _check(
         self, x: torch.Tensor, scores: torch.Tensor, expert_ids: torch.Tensor, weights: Sequence[torch.Tensor]
     ) -> None:
         if x.dim() != 2 or x.shape[1] != self.spec.hidden:
             raise ValueError(f"x must have shape [T, {self.spec.hidden}], got {tuple(x.shape)}")
-        if not x.is_floating_point():
+        if x.dtype not in _DTYPES:
             raise ValueError(f"x must be BF16, FP16 or FP32, got {x.dtype}")
+        if expert_ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"expert_ids must be int32 or int64, got {expert_ids.dtype}")
+        if not scores.is_floating_point():
+            raise ValueError(f"scores must be of a floating point dtype, got {scores.dtype}")
         routing = (x.shape[0], self.spec.top_k)
         for name, t in (("scores", scores), ("expert_ids", expert_ids)):
             if tuple(t.shape) != routing:
                 raise ValueError(f"{name} must have shape {routing}, got {tuple(t.shape)}")
+        self._check_weights(weights)
         for t in (scores, expert_ids, *weights):
             if t.device != x.device:
                 raise ValueError(f"tokens, routing and weights must be on one device, got {x.device} and {t.device}")
+
+    def _check_weights(self, weights: Sequence[torch.Tensor]) -> None:
+        experts, hidden, intermediate = self.spec.local_experts, self.spec.hidden, self.spec.intermediate
+        shapes = {"w1": (intermediate, hidden), "w2": (hidden, intermediate), "w3": (intermediate, hidden)}
+        is_stacked = bool(weights) and stacked(weights)
+        if len(weights) != (3 if is_stacked else 3 * experts):
+            raise ValueError(
+                f"weights must be three tensors of {experts} experts or {3 * experts} matrices, got shapes "
+                f"{[list(w.shape) for w in weights]}; under ZeRO-3 they have to be gathered"
+            )
+        if is_stacked:
+            expected = [(name, (experts, *shape)) for name, shape in shapes.items()]
+        else:
+            expected = [(f"{name} of expert {e}", shape) for name, shape in shapes.items() for e in range(experts)]
+        for (name, shape), weight in zip(expected, weights, strict=True):
+            if tuple(weight.shape) != shape or weight.dtype not in _DTYPES:
+                raise ValueError(
+                    f"{name} must be BF16, FP16 or FP32 {list(shape)}, got {weight.dtype} {list(weight.shape)}"
+                )

@@ -27,8 +27,9 @@ _epoch = 0
 def weights_changed() -> None:
     """Tell ds_fp4 that expert weights were changed by other means than the engine's step or a loaded checkpoint.
 
-    Needed after writes through `.data` (an exponential moving average swapped in, for example); in-place operations
-    on the parameters themselves are noticed.
+    Needed after writes through `.data` (an exponential moving average swapped in, for example) and after steps of the
+    optimizer that the engine does not know of (`engine.optimizer.step()`); in-place operations on the parameters
+    themselves are noticed.
     """
     global _epoch
     _epoch = next(_epochs)
@@ -54,8 +55,8 @@ def quantize(weights: Sequence[torch.Tensor]) -> Fp8Weights:
         weights: (w1, w2, w3) with w1 and w3 [E, I, H] and w2 [E, H, I]; or 3E matrices, all experts' w1 [I, H],
             then w2 [H, I], then w3.
     """
-    w1, w2, w3 = split_kinds(weights)
-    if isinstance(w1, torch.Tensor):
+    w1, w2, w3 = split_kinds(weights, stacked(weights))
+    if stacked(weights):
         w13, w13_t = ops.weight_to_fp8(w1.detach(), w3.detach())
         return Fp8Weights(w13, w13_t, *ops.weight_to_fp8(w2.detach()))
     (intermediate, hidden), experts, device = w1[0].shape, len(w1), w1[0].device
@@ -68,9 +69,14 @@ def quantize(weights: Sequence[torch.Tensor]) -> Fp8Weights:
     return Fp8Weights(*gate_up, *down)
 
 
-def split_kinds(items: Sequence) -> tuple:
-    """w1, w2, w3 of `quantize`'s argument or of anything in its order: tensors, or lists of one per expert."""
-    if len(items) == 3:
+def stacked(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether `quantize`'s argument has a tensor of all experts for each kind, not a matrix an expert."""
+    return weights[0].dim() == 3
+
+
+def split_kinds(items: Sequence, stacked: bool) -> tuple:
+    """w1, w2, w3 of `quantize`'s argument or of anything in its order: single items, or lists of one per expert."""
+    if stacked:
         return tuple(items)
     experts = len(items) // 3
     return items[:experts], items[experts : 2 * experts], items[2 * experts :]
@@ -88,8 +94,9 @@ def _slice(operands: tuple[Pair, Pair], experts: slice) -> tuple[Pair, Pair]:
     return tuple(tuple(t[experts] for t in pair) for pair in operands)
 
 
-def _comes_and_goes(weight: torch.Tensor) -> bool:
-    return hasattr(weight, "ds_id")  # a ZeRO-3 parameter
+def come_and_go(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether these are ZeRO-3 parameters. What autograd gives back of a saved one may not say so."""
+    return any(hasattr(weight, "ds_id") for weight in weights)
 
 
 class WeightCache:
@@ -105,9 +112,9 @@ class WeightCache:
         self._key: tuple | None = None
         self._kept: Fp8Weights | None = None
 
-    def get(self, weights: Sequence[torch.Tensor]) -> Fp8Weights:
-        """The FP8 operands of these weights as they are now."""
-        if not self._keep or any(_comes_and_goes(w) for w in weights):
+    def get(self, weights: Sequence[torch.Tensor], keep: bool = True) -> Fp8Weights:
+        """The FP8 operands of these weights as they are now; `keep` False if they are known to come and go."""
+        if not self._keep or not keep or come_and_go(weights):
             return self._quantize(weights)
         key = (_epoch, *((w.data_ptr(), -1 if w.is_inference() else w._version) for w in weights))
         if key != self._key:

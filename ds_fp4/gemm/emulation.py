@@ -36,17 +36,20 @@ class EmulationBackend(Backend):
     @torch.no_grad()
     def _grouped_gemm(self, a: Pair, b: Pair, groups: Groups, out: torch.Tensor) -> None:
         start = 0
-        for expert, size in enumerate(groups.sizes):
-            if size:
-                rows = slice(start, start + size)
-                weight = decode(b[0][expert], b[1][expert], FP8_GROUP)
-                out[rows] = decode(a[0][rows], a[1][rows]) @ weight.t()
-            start += size
+        # Autocast would multiply and sum in its own dtype.
+        with torch.autocast(out.device.type, enabled=False):
+            for expert, size in enumerate(groups.sizes):
+                if size:
+                    rows = slice(start, start + size)
+                    weight = decode(b[0][expert], b[1][expert], FP8_GROUP)
+                    out[rows] = decode(a[0][rows], a[1][rows]) @ weight.t()
+                start += size
 
     @torch.no_grad()
     def _weight_gradient(self, a: Pair, b: Pair, groups: Groups, outs: Sequence[torch.Tensor]) -> None:
         for left, right in zip(expert_columns(a, groups), expert_columns(b, groups), strict=True):
-            gradient = decode(left.q, left.scales) @ decode(right.q, right.scales).t()
+            with torch.autocast(a[0].device.type, enabled=False):
+                gradient = decode(left.q, left.scales) @ decode(right.q, right.scales).t()
             parts = gradient.split([out.shape[1] for out in outs])
             for out, part in zip(outs, parts, strict=True):
                 out[left.expert] = part

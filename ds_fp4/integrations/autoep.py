@@ -9,7 +9,7 @@ from deepspeed.module_inject import auto_ep_layer
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
 from ds_fp4.all_to_all import Leg, codec_all_to_all
-from ds_fp4.integrations.expert_level import autoep_obstacle
+from ds_fp4.integrations.expert_level_autoep import AUTOEP, autoep_obstacle
 from ds_fp4.integrations.layers import MoELayer
 from ds_fp4.integrations.seam import install_shim
 
@@ -25,6 +25,7 @@ def find(model: torch.nn.Module) -> list[MoELayer]:
             ep_size=module.ep_size,
             implementation="AutoEP",
             obstacle=_obstacle(module),
+            expert_level=AUTOEP,
             expert_obstacle=autoep_obstacle(module),
         )
         for name, module in model.named_modules()

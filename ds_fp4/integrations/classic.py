@@ -13,12 +13,17 @@ from deepspeed.moe.sharded_moe import MOELayer
 
 from ds_fp4.all_to_all import Leg, codec_all_to_all
 from ds_fp4.checkpointing import recomputing
+from ds_fp4.integrations.expert_level_classic import CLASSIC, classic_obstacle
 from ds_fp4.integrations.layers import MoELayer
 from ds_fp4.integrations.seam import install_shim
 
 
-def find(model: torch.nn.Module) -> list[MoELayer]:
-    """Every classic MoE layer of the model, by the name of its `MoE` module."""
+def find(model: torch.nn.Module, mpu: Any = None) -> list[MoELayer]:
+    """Every classic MoE layer of the model, by the name of its `MoE` module.
+
+    Args:
+        mpu: the engine's description of tensor parallelism, if it has one.
+    """
     found = []
     for name, module in model.named_modules():
         if isinstance(module, MOELayer):
@@ -32,7 +37,8 @@ def find(model: torch.nn.Module) -> list[MoELayer]:
                     ep_size=module.ep_size,
                     implementation="deepspeed.moe.layer.MoE",
                     obstacle=None,
-                    expert_obstacle="classic layers get it with ds_fp4.nn.SwiGLUExpert experts only",
+                    expert_level=CLASSIC,
+                    expert_obstacle=classic_obstacle(module, mpu),
                 )
             )
     return found

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_fp4.integrations.expert_level import ExpertLevel
+
 
 @dataclass(frozen=True)
 class MoELayer:
@@ -21,7 +23,8 @@ class MoELayer:
         ep_size: ranks that share the layer's experts; 1 means that nothing is sent.
         implementation: for messages.
         obstacle: why no codec can reach this layer's traffic, and what to set instead; None if one can.
-        expert_obstacle: why the expert level cannot take the layer over, as the end of a sentence; None if it can.
+        expert_level: how the expert level takes such a layer over.
+        expert_obstacle: why the expert level cannot take this one over, as the end of a sentence; None if it can.
     """
 
     name: str
@@ -31,4 +34,5 @@ class MoELayer:
     ep_size: int
     implementation: str
     obstacle: str | None
+    expert_level: ExpertLevel | None = None
     expert_obstacle: str | None = None

@@ -69,8 +69,8 @@ class SwigluBackward(NamedTuple):
     weights: torch.Tensor
 
 
-def _clamped(gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and the factor beside f(gate)."""
+def clamped(gate: torch.Tensor, up: torch.Tensor, activation: str, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate as f takes it, and the factor beside f(gate)."""
     if activation in ("swiglu_clamped", "swiglu_oai"):
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return gate, up + 1.0 if activation == "swiglu_oai" else up
@@ -92,7 +92,7 @@ def activate(
     gate: torch.Tensor, up: torch.Tensor, activation: str = "swiglu", alpha: float = 1.702, limit: float = 7.0
 ) -> torch.Tensor:
     """h of FP32 gate and up."""
-    gate, up = _clamped(gate, up, activation, limit)
+    gate, up = clamped(gate, up, activation, limit)
     return (gate * _sigmoid_and_slope(gate, activation, alpha)[0]) * up
 
 
@@ -109,7 +109,7 @@ def activation_backward(
 
     A clamped gate or up gets no gradient where it is beyond the limit; NaN passes through.
     """
-    inner_gate, factor = _clamped(gate, up, activation, limit)
+    inner_gate, factor = clamped(gate, up, activation, limit)
     s, slope = _sigmoid_and_slope(inner_gate, activation, alpha)
     f = inner_gate * s
     d = d * weight

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_fp4.experts.records import RecordFormat
-from ds_fp4.experts.weights import Fp8Weights, WeightCache, split_kinds
+from ds_fp4.experts.weights import Fp8Weights, WeightCache, split_kinds, stacked
 from ds_fp4.gemm import Groups
 from ds_fp4.reference.activation import SwigluBackward, activate, activation_backward
 
@@ -66,7 +66,7 @@ class ExactCompute:
     def quantize_weights(weights: Sequence[torch.Tensor]) -> Fp8Weights:
         w1, w2, w3 = (
             (kind if isinstance(kind, torch.Tensor) else torch.stack(list(kind))).detach().float()
-            for kind in split_kinds(weights)
+            for kind in split_kinds(weights, stacked(weights))
         )
         w13 = torch.cat([w1, w3], dim=1)
         return Fp8Weights((w13, None), (w13.transpose(1, 2), None), (w2, None), (w2.transpose(1, 2), None))
@@ -101,3 +101,19 @@ def make_exact(experts) -> None:
         setattr(experts, leg, ExactRecords(getattr(experts, leg)))
     experts.compute = ExactCompute(experts.spec, experts.compute.recomputes_gate_up)
     experts.cache = WeightCache(True, experts.compute.quantize_weights)
+
+
+def experts_of(engine) -> list:
+    """The `ExpertLayer` of every layer at the expert level."""
+    return [m.ds_fp4_experts for m in engine.module.modules() if "ds_fp4_experts" in m.__dict__]
+
+
+def gradients_of(engine) -> dict[str, torch.Tensor | None]:
+    """Every parameter's whole gradient, by name, in FP32."""
+    from deepspeed.utils import safe_get_full_grad
+
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        gradient = safe_get_full_grad(parameter) if engine.zero_optimization() else parameter.grad
+        found[name] = None if gradient is None else gradient.detach().float().clone()
+    return found

@@ -26,15 +26,22 @@ class Expert(nn.Module):
         return self.down(torch.nn.functional.gelu(self.up(rows)))
 
 
-class ClassicBlock(nn.Module):
-    """x + MoE(norm(x)), optionally checkpointed."""
+def _swiglu(hidden: int, **options: Any) -> nn.Module:
+    # Here and not above: when ds_fp4 is imported is part of what is tested.
+    from ds_fp4.nn import SwiGLUExpert
 
-    def __init__(self, hidden: int, checkpoint: str | None, **moe: Any) -> None:
+    return SwiGLUExpert(hidden, **options)
+
+
+class ClassicBlock(nn.Module):
+    """x + MoE(norm(x)), optionally checkpointed; `swiglu` are arguments of `ds_fp4.nn.SwiGLUExpert`."""
+
+    def __init__(self, hidden: int, checkpoint: str | None, swiglu: dict | None = None, **moe: Any) -> None:
         super().__init__()
         from deepspeed.moe.layer import MoE
 
         self.norm = nn.LayerNorm(hidden)
-        self.moe = MoE(hidden, Expert(hidden), **moe)
+        self.moe = MoE(hidden, Expert(hidden) if swiglu is None else _swiglu(hidden, **swiglu), **moe)
         self.checkpoint = checkpoint
 
     def _forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

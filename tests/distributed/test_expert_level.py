@@ -18,25 +18,11 @@ BLOCK = {"enabled": True, "recipe": "mxfp4"}
 SIZES = dict(hidden_size=128, intermediate_size=128, num_local_experts=8)
 
 
-def _experts(engine) -> list:
-    return [m.ds_fp4_experts for m in engine.module.modules() if "ds_fp4_experts" in m.__dict__]
-
-
-def _gradients(engine) -> dict[str, torch.Tensor]:
-    from deepspeed.utils import safe_get_full_grad
-
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        gradient = safe_get_full_grad(parameter) if engine.zero_optimization() else parameter.grad
-        found[name] = None if gradient is None else gradient.detach().float().clone()
-    return found
-
-
 def _step(exact: bool, case: dict) -> tuple[list[float], dict, float]:
     """Losses of two micro-steps, all gradients, and the loss after the optimizer's step."""
     if exact:
         import ds_fp4 as _  # noqa: F401
-    from tests.distributed.exact_experts import make_exact
+    from tests.distributed.exact_experts import experts_of, gradients_of, make_exact
 
     case = dict(case)
     checkpoint = case.pop("checkpoint", None)
@@ -47,7 +33,7 @@ def _step(exact: bool, case: dict) -> tuple[list[float], dict, float]:
         model.gradient_checkpointing_enable({"use_reentrant": checkpoint == "reentrant"})
     engine = models.build(model, config)
     if exact:
-        experts = _experts(engine)
+        experts = experts_of(engine)
         assert len(experts) == 2, "the expert level did not take the layers over"
         for each in experts:
             make_exact(each)
@@ -57,7 +43,7 @@ def _step(exact: bool, case: dict) -> tuple[list[float], dict, float]:
         loss = models.loss_of(engine, tokens)
         engine.backward(loss)
         if len(losses) == 1:
-            gradients = _gradients(engine)
+            gradients = gradients_of(engine)
         engine.step()
         losses.append(loss.item())
     after = models.loss_of(engine, data[2]).item()

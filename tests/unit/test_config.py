@@ -6,7 +6,16 @@ from __future__ import annotations
 
 import pytest
 
-from ds_fp4.config import LEGS, ConfigError, ResolvedConfig, flatten, has_block, layer_recipe, parse_block
+from ds_fp4.config import (
+    LEGS,
+    ConfigError,
+    ResolvedConfig,
+    asks_for_fp8_experts,
+    flatten,
+    has_block,
+    layer_recipe,
+    parse_block,
+)
 
 DESIGN_BLOCK = {
     "enabled": True,
@@ -18,7 +27,14 @@ DESIGN_BLOCK = {
         "combine_backward": "fp8",
         "dispatch_backward": "fp8",
     },
-    "experts": {"compute": "fp8", "saved_activations": "mxfp4", "recompute": "activation"},
+    "experts": {
+        "compute": "fp8",
+        "saved_activations": "mxfp4",
+        "recompute": "activation",
+        "gemm": "auto",
+        "wgrad_gemm": "auto",
+        "weight_cache": "step",
+    },
     "checkpointing": {"enabled": False, "format": "mxfp4", "exact": True, "scope": "layers", "offload": "none"},
 }
 
@@ -62,11 +78,33 @@ def test_layer_patterns_first_match_wins_and_a_recipe_starts_afresh():
     assert roundings == ["floor", "ceil"]
 
 
+def test_who_asks_for_fp8_experts():
+    block = {
+        "enabled": True,
+        "layers": {
+            "asked": {"experts": {"compute": "fp8"}},
+            "bf16": {"experts": {"compute": "bf16"}},
+            "preset": "fp8",
+            "other": {"experts": {"gemm": "cublas"}},
+        },
+    }
+    names = ("asked", "bf16", "preset", "other", "unnamed")
+    asks = [asks_for_fp8_experts(parse_block(block), name) for name in names]
+    assert asks == [True, False, False, False, False]
+    block["experts"] = {"compute": "fp8"}
+    asks = [asks_for_fp8_experts(parse_block(block), name) for name in names]
+    assert asks == [True, False, False, True, True]
+    recipes = [layer_recipe(parse_block(block), name) for name in names]
+    assert [recipe.gemm for recipe in recipes] == ["auto", "auto", "auto", "cublas", "auto"]
+    assert {(recipe.wgrad_gemm, recipe.weight_cache) for recipe in recipes} == {("auto", "step")}
+
+
 WRONG = [
     ([1], "ds_fp4 = [1]: expected an object"),
     ({}, "ds_fp4.enabled: missing; set it to true or false"),
     ({"enabled": 1}, "ds_fp4.enabled = 1: expected true or false"),
     ({"enabled": True, "recipe": "mxfp5"}, "ds_fp4.recipe = 'mxfp5': allowed values are 'bf16', 'fp8' or 'mxfp4'"),
+    ({"enabled": True, "experts": {"weight_cache": "auto"}}, 'ds_fp4.experts.weight_cache = "auto": nothing fills in'),
     ({"enabled": True, "recipe": "auto"}, 'ds_fp4.recipe = "auto": nothing fills in'),
     ({"enabled": True, "all_to_all": {"combine_forward": "auto"}}, 'ds_fp4.all_to_all.combine_forward = "auto"'),
     (
@@ -84,6 +122,23 @@ WRONG = [
     (
         {"enabled": True, "experts": {"compute": "fp4"}},
         "ds_fp4.experts.compute = 'fp4': allowed values are 'bf16' or 'fp8'",
+    ),
+    (
+        {"enabled": True, "experts": {"gemm": "triton"}},
+        "ds_fp4.experts.gemm = 'triton': allowed values are 'auto', 'deepgemm', 'cublas' or 'emulation'",
+    ),
+    (
+        {"enabled": True, "experts": {"gemm": "auto", "wgrad_gemm": "fp8"}},
+        "ds_fp4.experts.wgrad_gemm = 'fp8': allowed",
+    ),
+    (
+        {"enabled": True, "experts": {"weight_cache": True}},
+        "ds_fp4.experts.weight_cache = True: allowed values are 'step' or 'none'",
+    ),
+    (
+        {"enabled": True, "experts": {"wgrad": "cublas"}},
+        "ds_fp4.experts.wgrad: unknown key; allowed keys here: compute, saved_activations, recompute, gemm, "
+        'wgrad_gemm, weight_cache. Did you mean "wgrad_gemm"?',
     ),
     ({"enabled": True, "layers": {"a": "none"}}, "ds_fp4.layers.a.recipe = 'none': allowed values"),
     (
