@@ -45,7 +45,7 @@ PART_VALUES = 1 << 30
 LONGEST_ROW = (1 << 31) - 1
 # Enough blocks for the slowest to hardly matter at the end, few enough for a warp to take several tiles.
 BLOCKS_PER_MULTIPROCESSOR = 32
-# The same for kernels that are faster when warps take one tile each, in order: those that write more than they read.
+# The same for kernels that are faster when warps take one tile each, in order: those that write as much as they read or more.
 # Nearly every launch is that small; what remains goes by grid strides, which warps' 32-bit numbers leave room for.
 BLOCKS_OF_ONE_TILE = 1024
 
