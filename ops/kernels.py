@@ -45,8 +45,8 @@ PART_VALUES = 1 << 30
 LONGEST_ROW = (1 << 31) - 1
 # Enough blocks for the slowest to hardly matter at the end, few enough for a warp to take several tiles.
 BLOCKS_PER_MULTIPROCESSOR = 32
-# The same for kernels that are faster when warps take one tile each, in order: those that write as much as they read or more.
-# Nearly every launch is that small; what remains goes by grid strides, which warps' 32-bit numbers leave room for.
+# The same for kernels that are faster when warps take one tile each, in order: those that write as much as they read,
+# or more. Nearly every launch is that small; what remains goes by grid strides, within warps' 32-bit numbers.
 BLOCKS_OF_ONE_TILE = 1024
 
 ROWS = ("rows", "width", "input_rows", "index", "tiles_a_row")  # struct Rows, csrc/row_tiles.cuh
