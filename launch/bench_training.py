@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ds_fp4 import engine as ds_fp4_engine
+from ds_fp4.bench import profiling
 from ds_fp4.config import BLOCK
 from ds_fp4.integrations import expert_level
 from ds_fp4.integrations.seam import restore_class
@@ -59,6 +60,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--zero", type=int, default=1, help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps of each recipe")
     parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="kernels of the expert layers in one micro-batch, and when the GPU was idle",
+    )
     parser.add_argument("--output", type=Path, help="a JSON file for all numbers")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -148,11 +154,45 @@ def measure(
     mine = (sum(tokens.numel() for tokens in batches) / seconds, _memory(device, peak=True) - state)
     ranks: list[tuple] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
+    if args.profile and find_experts(engine):
+        for direction, stretch in profile_experts(engine, batches[0]).items():
+            if dist.get_rank() == 0:
+                print(f"{recipe}, expert layers, {direction}:", *stretch.lines(), sep="\n    ", flush=True)
     return {
         "recipe": recipe,
         "tokens_per_second": min(rank[0] for rank in ranks),
         "above_model_state": max(rank[1] for rank in ranks),
     }
+
+
+def find_experts(engine: deepspeed.DeepSpeedEngine) -> list[torch.nn.Module]:
+    """The modules whose experts ds_fp4 computes."""
+    return [module for module in engine.module.modules() if isinstance(module, expert_level.ExpertLevelExperts)]
+
+
+def profile_experts(engine: deepspeed.DeepSpeedEngine, tokens: torch.Tensor) -> dict[str, profiling.Stretch]:
+    """What the GPU does in the expert layers of one micro-batch, forward and backward."""
+    experts = find_experts(engine)
+    handles = []
+    for module in experts:
+        # Forward's markers around the module; backward's where its output's gradient arrives and its inputs' is ready.
+        handles.append(module.register_forward_pre_hook(lambda *_: profiling.mark()))
+        handles.append(module.register_forward_hook(lambda *_: profiling.mark()))
+        handles.append(module.register_full_backward_pre_hook(lambda *_: profiling.mark()))
+        handles.append(module.register_full_backward_hook(lambda *_: profiling.mark()))
+
+    def run() -> None:
+        for _ in range(2):  # the profiler's own start falls into the first
+            engine.backward(engine(input_ids=tokens, labels=tokens, use_cache=False).loss)
+            engine.step()
+
+    try:
+        found = profiling.profile(run)[2 * len(experts) :]
+    finally:
+        for handle in handles:
+            handle.remove()
+    forward, backward = found[: len(experts)], found[len(experts) :]
+    return {"forward": profiling.together(forward), "backward": profiling.together(backward)}
 
 
 def table(rows: list[dict]) -> str:

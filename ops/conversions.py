@@ -17,7 +17,9 @@ import torch
 from ds_fp4 import formats
 from ds_fp4.formats import FP8_GROUP, MXFP4_BLOCK, checks, ue8m0
 from ds_fp4.ops.kernels import (
+    GATHERED_STRIPE,
     KERNELS,
+    LONGEST_ROW,
     SOURCE_SCALES,
     THREADS,
     VALUES,
@@ -198,6 +200,7 @@ def fp8_row_to_fp8_row(
             "fp8_row_to_fp8_row", SOURCE_SCALES[scales.dtype], codes.shape[0], source.shape[1], source.shape[0], index,
             {"source": (source, 16), "q": (codes, 16)}, unit=16,
             source_scales=source_scales.data_ptr(), source_scales_stride=row_stride(source_scales),
+            stripe=LONGEST_ROW if index is None else GATHERED_STRIPE,
             **scales_values("scales", group_scales, _lowest(scale_dtype, scale_layout)),
         )  # fmt: skip
     return out_q, out_scales
@@ -329,10 +332,11 @@ def split_weight_gradient(gradient: torch.Tensor, *, out: Pair | None = None) ->
         g1.copy_(gradient[:, : g1.shape[1]])
         g3.copy_(gradient[:, g1.shape[1] :])
         return g1, g3
-    tiles_a_half = -(-half // KERNELS["split_weight_gradient"].tile[1])
+    kernel = KERNELS["split_weight_gradient"]
+    tiles_a_half = -(-half // kernel.tile[1])
     tiles = 2 * g1.shape[0] * tiles_a_half
     launch_blocks(
-        "split_weight_gradient", (), grid_for(THREADS * tiles, gradient.device.index), gradient.device.index,
+        kernel.name, (), grid_for(THREADS * tiles, kernel, gradient.device.index), gradient.device.index,
         tiles=tiles, tiles_a_half=tiles_a_half, half_units=half // 8,
         gradient=gradient.data_ptr(), g1=g1.data_ptr(), g3=g3.data_ptr(),
     )  # fmt: skip

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from ds_fp4.bench import profiling
+
 TRANSPORTS = {
     "nccl": {},
     "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"},
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--profile", action="store_true", help="kernels of one dispatch, and when the GPU was idle")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
 
 
@@ -64,6 +67,8 @@ def main(args: argparse.Namespace) -> int:
                 f"{row['seconds'] * 1e3:9.3f} {row['exchange_seconds'] * 1e3:14.3f} {row['faster']:6.2f}x",
                 flush=True,
             )
+            for line in row.get("profile", ()):
+                print(f"    {line}")
         results.append({"transport": transport, "rows": rows})
     if args.json:
         with open(args.json, "w") as file:
@@ -121,6 +126,19 @@ def _median_seconds(run: Callable[[], object], repeats: int) -> float:
     return statistics.median(slowest.tolist())
 
 
+def _profile(run: Callable[[], object]) -> list[str]:
+    def marked() -> None:
+        run()  # the profiler's own start falls into this one
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        profiling.mark()
+        run()
+        profiling.mark()
+
+    return profiling.profile(marked)[0].lines()
+
+
 def _measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
     from deepspeed.module_inject import auto_ep_layer as autoep
 
@@ -161,6 +179,7 @@ def _measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
                 "bytes": elsewhere * 2 * args.hidden,
                 "seconds": _median_seconds(bf16, args.repeats),
                 "exchange_seconds": exchange_seconds(2 * args.hidden, plan.input_splits, plan.output_splits),
+                "profile": _profile(bf16) if args.profile else [],
             }
         ]
         for recipe in RECIPES:
@@ -181,6 +200,7 @@ def _measure(args: argparse.Namespace, device: torch.device) -> list[dict]:
                     "bytes": away * size,
                     "seconds": _median_seconds(ours, args.repeats),
                     "exchange_seconds": exchange_seconds(size, counts.sent, counts.received),
+                    "profile": _profile(ours) if args.profile else [],
                 }
             )
     return rows

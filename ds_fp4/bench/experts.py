@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ds_fp4 import gemm, ops
-from ds_fp4.bench import timing
+from ds_fp4.bench import profiling, timing
 from ds_fp4.config import PRESETS, LayerRecipe
 from ds_fp4.experts import ExpertLayer, LayerSpec
 from ds_fp4.experts.weights import OPERANDS, quantize
@@ -116,6 +115,8 @@ def _step_seconds(step: Callable[[], object], clear: Callable[[], None], repeats
         clear()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
+        # As in training, where the layer before keeps the GPU busy while the host goes on to this one.
+        torch.cuda._sleep(timing.HEAD_START)
         start.record()
         step()
         end.record()
@@ -269,48 +270,22 @@ def ours(shape: Shape, inputs: Inputs, backends: gemm.GemmBackends, setting: dic
     }, step
 
 
-@contextmanager
-def _profiled() -> Iterator[list]:
-    from torch.profiler import ProfilerActivity, profile
+def profile_step(step: Callable[[], None], clear: Callable[[], None]) -> profiling.Stretch:
+    """Kernels and gaps of one step."""
 
-    kernels: list[tuple[float, float, str]] = []
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        yield kernels
+    def run() -> None:
+        step()  # the profiler's own start falls into this one
+        clear()
         torch.cuda.synchronize()
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels.append((event.time_range.start, event.time_range.end, event.name))
-    kernels.sort()
+        profiling.mark()
+        step()
+        profiling.mark()
 
-
-def profile_step(step: Callable[[], None], clear: Callable[[], None]) -> dict:
-    """Kernels of one step by time, and the share of time between first and last in which none ran."""
     for _ in range(3):
         clear()
         step()
     clear()
-    torch.cuda.synchronize()
-    with _profiled() as kernels:
-        step()  # the profiler's own start falls into this one
-        clear()
-        torch.cuda.synchronize()
-        torch.cuda._sleep(1000)  # its kernel's name tells where the step begins
-        step()
-    kernels = kernels[max(i for i, kernel in enumerate(kernels) if "spin_kernel" in kernel[2]) + 1 :]
-    by_name: dict[str, list[float]] = {}
-    busy, end, previous = 0.0, kernels[0][0], ""
-    gaps = []
-    for start, stop, name in kernels:
-        name = name.split("<")[0].split("(")[0].removeprefix("void ")[:50]
-        by_name.setdefault(name, []).append(stop - start)
-        if start > end:
-            gaps.append((start - end, end - kernels[0][0], previous, name))
-        busy += max(0.0, stop - max(start, end))
-        if stop > end:
-            end, previous = stop, name
-    span = end - kernels[0][0]
-    ranked = sorted(((sum(times), len(times), name) for name, times in by_name.items()), reverse=True)
-    return {"microseconds": span, "idle_share": 1 - busy / span, "kernels": ranked, "gaps": sorted(gaps)[::-1]}
+    return profiling.profile(run)[0]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -365,12 +340,9 @@ def _measure_shape(shape: Shape, device: torch.device, args: argparse.Namespace)
             flush=True,
         )
         if args.profile and what == "mxfp4":
-            result["profile"] = profile_step(step, inputs.clear)
-            print(f"    GPU idle {result['profile']['idle_share']:.1%} of {result['profile']['microseconds']:.0f} us")
-            for microseconds, calls, kernel in result["profile"]["kernels"][:30]:
-                print(f"    {microseconds:8.0f} us {calls:3d} x {kernel}")
-            for microseconds, at, before, after in result["profile"]["gaps"][:12]:
-                print(f"    idle {microseconds:5.0f} us at {at:6.0f}: {before} -> {after}")
+            stretch = profile_step(step, inputs.clear)
+            result["profile"] = stretch.__dict__
+            print("\n".join(f"    {line}" for line in stretch.lines()))
         del step
         torch.cuda.empty_cache()
     inputs.clear()

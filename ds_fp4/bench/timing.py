@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 # Enough for the host to queue all runs behind it, so that none waits for its launch. In clock cycles.
-_HEAD_START = 8_000_000
+HEAD_START = 8_000_000
 
 
 def median_seconds(runs: Sequence[Callable[[], object]], repeats: int = 20, warmup: int = 3) -> float:
@@ -19,7 +19,7 @@ def median_seconds(runs: Sequence[Callable[[], object]], repeats: int = 20, warm
         runs[i % len(runs)]()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(_HEAD_START)
+    torch.cuda._sleep(HEAD_START)
     for i, (start, end) in enumerate(events):
         start.record()
         runs[i % len(runs)]()

@@ -30,9 +30,10 @@ def _sizes(*sizes: int) -> torch.Tensor:
     return torch.tensor(sizes, dtype=torch.int32)
 
 
-# Shapes: one row, rows that are no multiple of 4, several tiles a row, a short last group, widths of every alignment.
-FP4_SHAPES = [(1, 32), (5, 1056), (4, 512), (9, 160)]
-FP8_SHAPES = [(1, 16), (5, 1040), (4, 512), (9, 130), (3, 7)]
+# Shapes: one row, rows that are no multiple of 8, several tiles a row and several stripes of them, a short last group,
+# rows of whole tiles of either size, widths of every alignment.
+FP4_SHAPES = [(1, 32), (5, 1056), (4, 512), (9, 160), (19, 1024), (3, 2048)]
+FP8_SHAPES = [(1, 16), (5, 1040), (8, 512), (9, 130), (3, 7), (17, 2576)]
 INDICES = ("none", "random", "absent")
 
 
@@ -61,6 +62,14 @@ def test_fp8_row_to_fp4_row(rounding, index, aligned):
     for seed, (rows, k) in enumerate(FP4_SHAPES):
         for source in SOURCES:
             checks.check_fp8_row_to_fp4_row("cpu", rows, k, seed, index, source, rounding, aligned, spread=254)
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_warps_take_several_quads(index):
+    for k in (3104, 3072):
+        checks.check_fp4_row_to_fp8_row("cpu", 21, k, 0, index, "gemm", True, 24)
+        checks.check_fp8_row_to_fp8_row("cpu", 21, k, 1, index, torch.uint8, "gemm", True, spread=24)
+        checks.check_fp8_row_to_fp4_row("cpu", 21, k, 2, index, torch.uint8, "even", True, spread=24)
 
 
 @pytest.mark.parametrize("aligned", [True, False])
