@@ -17,7 +17,9 @@ import torch
 from ds_fp4 import formats
 from ds_fp4.formats import FP8_GROUP, MXFP4_BLOCK, checks, ue8m0
 from ds_fp4.ops.kernels import (
+    GATHERED_STRIPE,
     KERNELS,
+    LONGEST_ROW,
     SOURCE_SCALES,
     THREADS,
     VALUES,
@@ -198,6 +200,7 @@ def fp8_row_to_fp8_row(
             "fp8_row_to_fp8_row", SOURCE_SCALES[scales.dtype], codes.shape[0], source.shape[1], source.shape[0], index,
             {"source": (source, 16), "q": (codes, 16)}, unit=16,
             source_scales=source_scales.data_ptr(), source_scales_stride=row_stride(source_scales),
+            stripe=LONGEST_ROW if index is None else GATHERED_STRIPE,
             **scales_values("scales", group_scales, _lowest(scale_dtype, scale_layout)),
         )  # fmt: skip
     return out_q, out_scales
@@ -286,30 +289,37 @@ def bf16_to_fp8_row_and_col(
 
 @functools.wraps(formats.weight_to_fp8)
 def weight_to_fp8(
-    w1: torch.Tensor, w3: torch.Tensor | None = None, *, out: tuple[Pair, Pair] | None = None
-) -> tuple[Pair, Pair]:
+    w1: torch.Tensor,
+    w3: torch.Tensor | None = None,
+    *,
+    orientation: str = "both",
+    out: tuple[Pair | None, Pair | None] | None = None,
+) -> tuple[Pair | None, Pair | None]:
     if not _on_gpu(w1):
-        return formats.weight_to_fp8(w1, w3, out=out)
-    (q, scales), (q_t, scales_t) = checks.prepare_weight_to_fp8(w1, w3, out)
+        return formats.weight_to_fp8(w1, w3, orientation=orientation, out=out)
+    result = checks.prepare_weight_to_fp8(w1, w3, orientation, out)
+    # A null pointer for what is not wanted.
+    (q, scales), (q_t, scales_t) = ((0, 0) if pair is None else [t.data_ptr() for t in pair] for pair in result)
     if w3 is not None and w3.stride() != w1.stride():
         w3 = w3.contiguous()
         w1 = w1.contiguous()
-    experts, n, k = q.shape
-    blocks_n, blocks_k = scales.shape[1:]
+    experts, first_rows, k = w1.shape
+    n = first_rows if w3 is None else 2 * first_rows
+    blocks_n, blocks_k = -(-n // FP8_GROUP), -(-k // FP8_GROUP)
     itemsize = w1.element_size()
     strides = [stride * itemsize for stride in w1.stride()[:2]]
     pointers = [w1.data_ptr(), 0 if w3 is None else w3.data_ptr()]
-    # Values are read four at a time, codes written four and sixteen at a time.
-    vector = k % 4 == 0 and n % 16 == 0 and all(
+    # Values are read four at a time, codes written four and, transposed, sixteen at a time.
+    vector = k % 4 == 0 and (not q_t or n % 16 == 0) and all(
         number % (4 * itemsize) == 0 for number in (*pointers, *strides)
-    ) and q.data_ptr() % 4 == 0 and q_t.data_ptr() % 16 == 0  # fmt: skip
+    ) and q % 4 == 0 and q_t % 16 == 0  # fmt: skip
     launch_blocks(
         "weight_to_fp8", VALUES[w1.dtype], experts * blocks_n * blocks_k, w1.device.index, vector,
-        rows=n, width=k, first_rows=w1.shape[1], row_tiles=blocks_n, column_tiles=blocks_k,
+        rows=n, width=k, first_rows=first_rows, row_tiles=blocks_n, column_tiles=blocks_k,
         w1=pointers[0], w3=pointers[1], expert_stride=strides[0], row_stride=strides[1],
-        q=q.data_ptr(), scales=scales.data_ptr(), q_t=q_t.data_ptr(), scales_t=scales_t.data_ptr(),
+        q=q, scales=scales, q_t=q_t, scales_t=scales_t,
     )  # fmt: skip
-    return (q, scales), (q_t, scales_t)
+    return result
 
 
 @functools.wraps(formats.split_weight_gradient)
@@ -322,10 +332,11 @@ def split_weight_gradient(gradient: torch.Tensor, *, out: Pair | None = None) ->
         g1.copy_(gradient[:, : g1.shape[1]])
         g3.copy_(gradient[:, g1.shape[1] :])
         return g1, g3
-    tiles_a_half = -(-half // KERNELS["split_weight_gradient"].tile[1])
+    kernel = KERNELS["split_weight_gradient"]
+    tiles_a_half = -(-half // kernel.tile[1])
     tiles = 2 * g1.shape[0] * tiles_a_half
     launch_blocks(
-        "split_weight_gradient", (), grid_for(THREADS * tiles, gradient.device.index), gradient.device.index,
+        kernel.name, (), grid_for(THREADS * tiles, kernel, gradient.device.index), gradient.device.index,
         tiles=tiles, tiles_a_half=tiles_a_half, half_units=half // 8,
         gradient=gradient.data_ptr(), g1=g1.data_ptr(), g3=g3.data_ptr(),
     )  # fmt: skip

@@ -22,6 +22,8 @@ from ds_fp4.ops.kernels import (
     CHUNK_VALUES,
     GATHER_UNITS,
     KERNELS,
+    LONG_CHUNK_VALUES,
+    LONG_CHUNKS,
     THREADS,
     aligned,
     launch,
@@ -246,7 +248,10 @@ def combine_rows(
         return out
     input_rows, width, _ = layout.check_rows("rows", rows, row_format)
     out_data, out_scales = _pair(out)
-    chunks_a_row = -(-width // CHUNK_VALUES)
+    vector = width % 8 == 0 and aligned(data, _UNIT_BYTES[row_format]) and aligned(out_data, _UNIT_BYTES[out_format])
+    flags = ", ".join("true" if flag else "false" for flag in (weights is not None, vector))
+    template = f"{_ROW_TYPES[row_format]}, {_ROW_TYPES[out_format]}, {flags}"
+    chunks_a_row = -(-width // (LONG_CHUNK_VALUES if template == LONG_CHUNKS else CHUNK_VALUES))
     values = {
         "rows": count,
         "width": width,
@@ -268,9 +273,6 @@ def combine_rows(
         "out_scale_bytes": 0 if out_scales is None else out_scales.element_size(),
         "rounding": formats.SCALE_ROUNDINGS[scale_rounding],
     }
-    vector = width % 8 == 0 and aligned(data, _UNIT_BYTES[row_format]) and aligned(out_data, _UNIT_BYTES[out_format])
-    flags = ", ".join("true" if flag else "false" for flag in (weights is not None, vector))
-    template = f"{_ROW_TYPES[row_format]}, {_ROW_TYPES[out_format]}, {flags}"
     device = data.device.index
     launch(KERNELS["combine_rows"], template, _row_grid(count, chunks_a_row, device), values, device)
     return out

@@ -27,18 +27,27 @@ CSRC = Path(__file__).parent / "csrc"
 # Without --use_fast_math, which DeepSpeed's builder would add: nothing here may flush a subnormal.
 NVCC_FLAGS = ("-O3", "-std=c++17")
 
-THREADS = 256  # kThreads, csrc/row_tiles.cuh
+THREADS, LANES = 256, 32  # kThreads, kLanes, csrc/row_tiles.cuh
 TILE = (1, 1024)  # rows and values a warp takes at a time: 1, kTileValues
-QUAD = (4, 512)  # kQuadRows, kQuadColumns, csrc/row_quads.cuh
+# Rows and values of a quad, csrc/row_quads.cuh: what kernels that write FP8 take at a time; what fp8_row_to_fp4_row
+# takes, and where rows are whole tiles and all accesses are aligned. Its values a lane are a template argument.
+FP8_QUAD, FP4_QUAD, WHOLE_FP4_QUAD = (8, 512), (4, 512), (2, 1024)
+# Tiles of neighboring columns that fp8_row_to_fp8_row converts in all gathered rows before the next ones: 1024 bytes
+# of each of 40,000 rows fit into the cache, from which a row that an index names again is then read.
+GATHERED_STRIPE = 2
 TILE_TOKENS = 128  # kTokens, csrc/column_tiles.cuh
 # Tiles of 128 rows that follow each other before the next columns: their runs of 128 bytes lie side by side, and so do
-# the pieces of a row that neighboring columns read.
+# the pieces of a row that neighboring columns read. Where rows are gathered, all of them: what an index names again is
+# then still in the cache, 128 or 256 columns of every row.
 STRIP = 8
 # Of a row that the kernels could not count within 31 bits, what is converted at a time: whole tiles, groups, blocks.
 PART_VALUES = 1 << 30
 LONGEST_ROW = (1 << 31) - 1
 # Enough blocks for the slowest to hardly matter at the end, few enough for a warp to take several tiles.
 BLOCKS_PER_MULTIPROCESSOR = 32
+# The same for kernels that are faster when warps take one tile each, in order: those that write as much as they read,
+# or more. Nearly every launch is that small; what remains goes by grid strides, within warps' 32-bit numbers.
+BLOCKS_OF_ONE_TILE = 1024
 
 ROWS = ("rows", "width", "input_rows", "index", "tiles_a_row")  # struct Rows, csrc/row_tiles.cuh
 # struct Columns, csrc/column_tiles.cuh
@@ -63,6 +72,8 @@ class Kernel:
         instantiations: template arguments, as text.
         tile: what a warp (row kernels) or a block (column kernels) takes at a time: rows, values; None where the call
             works out its own grid.
+        whole_tile: the same, where a row is whole tiles and all accesses are aligned.
+        blocks: at most so many a multiprocessor, of kernels that go over tiles in grid strides.
         shared_bytes: of dynamic shared memory.
     """
 
@@ -70,6 +81,8 @@ class Kernel:
     params: tuple[str, ...]
     instantiations: tuple[str, ...]
     tile: tuple[int, int] | None = None
+    whole_tile: tuple[int, int] | None = None
+    blocks: int = BLOCKS_PER_MULTIPROCESSOR
     shared_bytes: int = 0
 
     @functools.cached_property
@@ -87,12 +100,12 @@ def _scales(name: str) -> tuple[str, ...]:
     return tuple(f"{name}_{field}" for field in SCALES)
 
 
-def _row_kernel(name: str, *params: str) -> Kernel:
-    return Kernel(name, (*ROWS, *params), _VALUES_AND_VECTOR, TILE)
+def _row_kernel(name: str, *params: str, blocks: int = BLOCKS_PER_MULTIPROCESSOR) -> Kernel:
+    return Kernel(name, (*ROWS, *params), _VALUES_AND_VECTOR, TILE, blocks=blocks)
 
 
-def _quad_kernel(name: str, instantiations: tuple[str, ...], *params: str) -> Kernel:
-    return Kernel(name, (*ROWS, *params), instantiations, QUAD)
+def _to_fp8_quad_kernel(name: str, instantiations: tuple[str, ...], *params: str) -> Kernel:
+    return Kernel(name, (*ROWS, *params), instantiations, FP8_QUAD, blocks=BLOCKS_OF_ONE_TILE)
 
 
 def _column_kernel(name: str, instantiations: tuple[str, ...], columns: int, *params: str) -> Kernel:
@@ -101,7 +114,9 @@ def _column_kernel(name: str, instantiations: tuple[str, ...], columns: int, *pa
 
 # ---- fused_kernels.cu ----
 
-CHUNK_VALUES = 512  # kChunkValues, csrc/stored_rows.cuh
+CHUNK_VALUES = 512  # of a row that a warp takes at a time: kForwardSteps, kCombineSteps times 256
+LONG_CHUNK_VALUES = 1024  # combine_rows<LONG_CHUNKS>
+LONG_CHUNKS = "Mxfp4Rows, Bf16Rows, false, true"
 GATHER_UNITS = 4 * THREADS  # kGatherSteps, csrc/gather_rows.cuh
 _ACTIVATIONS = ("Swiglu", "SwigluClamped", "SwigluOai", "GegluTanh")
 _STORED_ROWS = ("Bf16Rows", "Mxfp4Rows", "Fp8Rows")
@@ -196,15 +211,24 @@ KERNELS: Mapping[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         _row_kernel("bf16_to_fp4_row", *_pointers("x", "packed", "scales"), "rounding"),
-        _row_kernel("fp4_row_to_bf16", *_pointers("packed", "scales", "out")),
+        _row_kernel("fp4_row_to_bf16", *_pointers("packed", "scales", "out"), blocks=BLOCKS_OF_ONE_TILE),
         _row_kernel("bf16_to_fp8_row", *_pointers("x", "q"), *_scales("scales")),
-        _row_kernel("fp8_row_to_bf16", *_pointers("q", "scales", "out"), "scale_bytes"),
-        _quad_kernel("fp4_row_to_fp8_row", _VECTOR, *_pointers("packed", "block_scales", "q"), *_scales("scales")),
-        _quad_kernel(
-            "fp8_row_to_fp4_row", _FP32_AND_VECTOR, *_pointers("q", "group_scales", "packed", "scales"), "rounding"
+        _row_kernel(
+            "fp8_row_to_bf16", *_pointers("q", "scales", "out"), "scale_bytes", blocks=BLOCKS_OF_ONE_TILE
         ),
-        _quad_kernel(
-            "fp8_row_to_fp8_row", _FP32_AND_VECTOR, *_pointers("source", "source_scales", "q"), *_scales("scales")
+        _to_fp8_quad_kernel(
+            "fp4_row_to_fp8_row", _VECTOR, *_pointers("packed", "block_scales", "q"), *_scales("scales")
+        ),
+        Kernel(
+            "fp8_row_to_fp4_row",
+            (*ROWS, *_pointers("q", "group_scales", "packed", "scales"), "rounding"),
+            tuple(f"{fp32}, {rest}" for fp32 in _VECTOR for rest in ("32, true", "16, true", "16, false")),
+            FP4_QUAD,
+            WHOLE_FP4_QUAD,
+        ),
+        _to_fp8_quad_kernel(
+            "fp8_row_to_fp8_row", _FP32_AND_VECTOR,
+            *_pointers("source", "source_scales", "q"), *_scales("scales"), "stripe",
         ),
         _column_kernel(
             "fp4_row_to_fp8_col", _VECTOR, 256, *_pointers("packed", "block_scales"), "q", *_scales("scales")
@@ -295,9 +319,9 @@ def _addresses(values: dict[str, int], units: Mapping[str, tuple[torch.Tensor, i
     return vector
 
 
-def grid_for(threads: int, device: int) -> int:
+def grid_for(threads: int, kernel: Kernel, device: int) -> int:
     """Blocks for a kernel that goes over its work in grid strides."""
-    return min(-(-threads // THREADS), multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
+    return min(-(-threads // THREADS), multiprocessors(device) * kernel.blocks)
 
 
 def row_parts(
@@ -338,7 +362,7 @@ def launch_rows(
 
     Args:
         name: a key of KERNELS.
-        arguments: of the template, but the last, kVector.
+        arguments: of the template, but the last, kVector, and a lane's values where there is a whole tile.
         rows: output rows. width: values a row. input_rows: rows that `index` may name.
         index: int32 [rows] or None.
         units: by parameter, the tensors accessed in units of `unit` values, and the bytes of one unit.
@@ -351,6 +375,11 @@ def launch_rows(
         return
     kernel = KERNELS[name]
     tile_rows, tile_values = kernel.tile
+    if kernel.whole_tile is not None:
+        longer = kernel.whole_tile[1] // tile_values
+        if width % kernel.whole_tile[1] == 0 and all(aligned(t, longer * size) for t, size in units.values()):
+            tile_rows, tile_values = kernel.whole_tile
+        arguments = (*arguments, str(tile_values // LANES))
     _below_2_31("rows", max(rows, input_rows))
     _below_2_31("values in a row", width)
     tiles_a_row = -(-width // tile_values)
@@ -364,7 +393,7 @@ def launch_rows(
     vector = _addresses(values, units) and width % unit == 0
     device = next(iter(units.values()))[0].device.index
     warps = -(-rows // tile_rows) * tiles_a_row
-    launch(kernel, _template(arguments, vector), grid_for(32 * warps, device), values, device)
+    launch(kernel, _template(arguments, vector), grid_for(LANES * warps, kernel, device), values, device)
 
 
 def launch_columns(
@@ -398,7 +427,7 @@ def launch_columns(
         "groups": group_sizes.shape[0],
         "tiles": tiles,
         "column_tiles": column_tiles,
-        "strip": STRIP,
+        "strip": STRIP if index is None else tiles,
     }
     vector = _addresses(values, units) and width % unit == 0
     launch(kernel, _template(arguments, vector), tiles * column_tiles, values, group_sizes.device.index)

@@ -284,7 +284,9 @@ def check_combine_rows(
     in_records: bool = False,
     seed: int = 0,
     poison: int = 0,
+    one_length: bool = False,
 ) -> None:
+    """`one_length`: lists of `longest` entries, without offsets."""
     source = random_rows(row_format, rows, k, seed, kind, in_records)
     if poison:
         if row_format == "bf16":
@@ -292,7 +294,10 @@ def check_combine_rows(
         else:
             source[1][torch.randint(rows, (poison,)), 0] = 0xFF
     offsets, indices = random_lists(count, rows, longest, seed)
-    weights = torch.randn(indices.shape[0], generator=torch.Generator().manual_seed(seed)) if weighted else None
+    if one_length:
+        g = torch.Generator().manual_seed(seed)
+        offsets, indices = None, torch.randint(-1, rows, (count, longest), generator=g).to(torch.int32)
+    weights = torch.randn(indices.shape, generator=torch.Generator().manual_seed(seed)) if weighted else None
     options = {"row_format": row_format, "out_format": out_format}
     expected = reference.combine_rows(source, offsets, indices, weights, **options)
 

@@ -24,7 +24,10 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(got, expected, what: str = "") -> None:
-    """Equal bits, of tensors or nested tuples of them."""
+    """Equal bits, of tensors or nested tuples of them, None for None."""
+    if expected is None:
+        assert got is None, what
+        return
     if isinstance(expected, tuple):
         assert len(got) == len(expected), what
         for number, (a, b) in enumerate(zip(got, expected, strict=True)):
@@ -292,18 +295,27 @@ def check_fp8_row_to_fp8_col(
     canvas.check()
 
 
-def check_weight_to_fp8(device, kind, experts, rows, k, seed, dtype, joined, aligned=True, poisoned=False) -> None:
+def check_weight_to_fp8(
+    device, kind, experts, rows, k, seed, dtype, joined, aligned=True, poisoned=False, orientation="both"
+) -> None:
     w1, w3 = (
         strategies.make(kind, experts * rows, k, dtype, seed + i).view(experts, rows, k).contiguous() for i in range(2)
     )
     if poisoned:
         w3 = strategies.poison(w3.view(-1, k), seed, 2).view(w3.shape)
-    expected = formats.weight_to_fp8(w1, w3 if joined else None)
+    # One orientation is the same bits as it is of both.
+    expected = tuple(
+        pair if wanted else None
+        for pair, wanted in zip(
+            formats.weight_to_fp8(w1, w3 if joined else None), formats.ORIENTATIONS[orientation], strict=True
+        )
+    )
     canvas = Canvas(device, aligned)
-    out = tuple(tuple(canvas.empty((t.numel(),), t.dtype).view(t.shape) for t in pair) for pair in expected)
+    out = tuple(pair and tuple(canvas.empty((t.numel(),), t.dtype).view(t.shape) for t in pair) for pair in expected)
     w1, w3 = (in_views(device, w.view(-1, k), aligned=aligned)[0] for w in (w1, w3))
     w1, w3 = (w.as_strided((experts, rows, k), (rows * w.stride(0), w.stride(0), 1)) for w in (w1, w3))
-    assert_same(ops.weight_to_fp8(w1, w3 if joined else None, out=out), expected, "weight_to_fp8")
+    got = ops.weight_to_fp8(w1, w3 if joined else None, orientation=orientation, out=out)
+    assert_same(got, expected, f"weight_to_fp8 {orientation}")
     canvas.check()
 
 

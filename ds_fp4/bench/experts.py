@@ -21,7 +21,7 @@ from ds_fp4 import gemm, ops
 from ds_fp4.bench import profiling, timing
 from ds_fp4.config import PRESETS, LayerRecipe
 from ds_fp4.experts import ExpertLayer, LayerSpec
-from ds_fp4.experts.weights import quantize
+from ds_fp4.experts.weights import OPERANDS, quantize
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def gemms_alone(shape: Shape, inputs: Inputs, backends: list[str]) -> dict[str, 
     device = inputs.x.device
     groups = gemm.Groups.of(inputs.counts.tolist(), device)
     rows, h, i = groups.padded_rows, shape.hidden, shape.intermediate
-    weights = quantize(inputs.weights)
+    weights = {operand: quantize(inputs.weights, operand) for operand in OPERANDS}
     sizes = groups.padded_offsets.diff()
 
     def operand(width: int) -> tuple:
@@ -211,10 +211,10 @@ def gemms_alone(shape: Shape, inputs: Inputs, backends: list[str]) -> dict[str, 
             print(f"{name}: {error}")
             continue
         calls = {
-            "gate_up": lambda f=forward: f.grouped_gemm(x_rows, weights.w13, groups),
-            "down": lambda f=forward: f.grouped_gemm(h_rows, weights.w2, groups),
-            "dh": lambda f=forward: f.grouped_gemm(x_rows, weights.w2_t, groups),
-            "dx": lambda f=forward: f.grouped_gemm(g_rows, weights.w13_t, groups),
+            "gate_up": lambda f=forward: f.grouped_gemm(x_rows, weights["w13"], groups),
+            "down": lambda f=forward: f.grouped_gemm(h_rows, weights["w2"], groups),
+            "dh": lambda f=forward: f.grouped_gemm(x_rows, weights["w2_t"], groups),
+            "dx": lambda f=forward: f.grouped_gemm(g_rows, weights["w13_t"], groups),
             "dw13": lambda f=wgrad: f.weight_gradient(g_cols, x_cols, groups, [w1, w3]),
             "dw2": lambda f=wgrad: f.weight_gradient(y_cols, h_cols, groups, [w2]),
         }
@@ -325,7 +325,7 @@ def _measure_shape(shape: Shape, device: torch.device, args: argparse.Namespace)
         rates = "  ".join(f"{k} {t * 1e3:.2f} ({work[k] * shape.flops / 3 / t / 1e12:.0f})" for k, t in times.items())
         print(f"  {backend:9s} ms (TFLOP/s): {rates}  sum {sum(times.values()) * 1e3:.2f}")
     best = sum(min(times[k] for times in alone.values()) for k in work) if alone else float("nan")
-    quantization = timing.median_seconds([lambda: quantize(inputs.weights)], 5)
+    quantization = timing.median_seconds([lambda: [quantize(inputs.weights, operand) for operand in OPERANDS]], 5)
     print(f"  the six GEMMs alone, best backend each: {best * 1e3:.2f} ms; FP8 weights: {quantization * 1e3:.2f} ms")
     print("  ds_fp4                      ms  of BF16  of GEMMs  forward ms  kept B/row  formula  peak GiB")
     backends = gemm.choose("auto", "auto", device)

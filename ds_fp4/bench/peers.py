@@ -121,12 +121,13 @@ def padding_index(group_sizes: list[int], index: torch.Tensor | None, device: to
     return torch.cat(rows)
 
 
-def quantize_weights(w: torch.Tensor):
-    """torchao's Triton kernels for 128x128 blocks of [E, N, K], as they are and transposed: two reads."""
+def quantize_weights(w: torch.Tensor, orientation: str):
+    """torchao's Triton kernels for 128x128 blocks of [E, N, K], as they are, transposed or both: two reads."""
     module = _torchao("blockwise_fp8_training.deepgemm_quant")
     kernel = module and getattr(module, "triton_fp8_blockwise_weight_quant_grouped_transposed_rhs_deepgemm", None)
     transposed = module and getattr(module, "triton_fp8_blockwise_weight_quant_grouped_rhs_deepgemm", None)
     if kernel is None or transposed is None:
         return None
     w_t = w.transpose(1, 2)
-    return lambda: (kernel(w_t), transposed(w_t))
+    calls = {"both": (kernel, transposed), "rows": (kernel,), "transposed": (transposed,)}[orientation]
+    return lambda: [call(w_t) for call in calls]

@@ -16,17 +16,25 @@ WEIGHTS = {
     "Qwen3-235B": (32, 1536, 4096),
     "Mixtral": (4, 14336, 4096),
 }
+# By the case's name, what is made: both from one read, or one alone.
+_ORIENTATIONS = {
+    "weight_to_fp8": "both",
+    "weight_to_fp8 rows": "rows",
+    "weight_to_fp8 transposed": "transposed",
+}
 
 
 def _nbytes(*tensors: torch.Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _weight_case(device: torch.device, experts: int, rows: int, k: int, joined: bool):
+def _weight_case(device: torch.device, experts: int, rows: int, k: int, joined: bool, orientation: str = "both"):
     parts = [torch.randn(experts, rows, k, device=device, dtype=torch.bfloat16) for _ in range(1 + joined)]
-    out = ops.weight_to_fp8(*parts)
-    peer = peers.quantize_weights(torch.cat(parts, dim=1)) if rows % 128 == 0 and k % 128 == 0 else None
-    return lambda: ops.weight_to_fp8(*parts, out=out), _nbytes(*parts, *out[0], *out[1]), peer
+    out = ops.weight_to_fp8(*parts, orientation=orientation)
+    aligned = rows % 128 == 0 and k % 128 == 0
+    peer = peers.quantize_weights(torch.cat(parts, dim=1), orientation) if aligned else None
+    moved = _nbytes(*parts, *(t for pair in out if pair is not None for t in pair))
+    return lambda: ops.weight_to_fp8(*parts, orientation=orientation, out=out), moved, peer
 
 
 def _gradient_case(device: torch.device, experts: int, rows: int, k: int):
@@ -43,10 +51,12 @@ def _cases() -> list[Case]:
     cases = []
     for model, (e, i, h) in WEIGHTS.items():
         joined, down = f"[{e}, {i} + {i}, {h}] {model} gate, up", f"[{e}, {h}, {i}] {model} down"
-        cases.append(Case("weight_to_fp8", joined, lambda d, e=e, i=i, h=h: _weight_case(d, e, i, h, True)))
-        cases.append(Case("weight_to_fp8", down, lambda d, e=e, i=i, h=h: _weight_case(d, e, h, i, False)))
+        for name, o in _ORIENTATIONS.items():
+            cases.append(Case(name, joined, lambda d, e=e, i=i, h=h, o=o: _weight_case(d, e, i, h, True, o)))
+            cases.append(Case(name, down, lambda d, e=e, i=i, h=h, o=o: _weight_case(d, e, h, i, False, o)))
         cases.append(Case("split_weight_gradient", joined, lambda d, e=e, i=i, h=h: _gradient_case(d, e, i, h)))
-    cases.append(Case("weight_to_fp8", "[2, 128, 512] small", lambda d: _weight_case(d, 2, 128, 512, False)))
+    for name, o in _ORIENTATIONS.items():
+        cases.append(Case(name, "[2, 128, 512] small", lambda d, o=o: _weight_case(d, 2, 128, 512, False, o)))
     cases.append(Case("split_weight_gradient", "[2, 128, 512] small", lambda d: _gradient_case(d, 2, 64, 512)))
     return sorted(cases, key=lambda case: case.name)
 

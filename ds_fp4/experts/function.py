@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from ds_fp4 import ops
 from ds_fp4.experts.exchange import Counts
 from ds_fp4.experts.records import RecordFormat
-from ds_fp4.experts.weights import Fp8Weights, come_and_go, split_kinds, stacked
+from ds_fp4.experts.weights import Pair, come_and_go, split_kinds, stacked
 from ds_fp4.gemm import Groups
 
 if TYPE_CHECKING:
@@ -96,12 +96,12 @@ def dispatch(
     scores: torch.Tensor,
     expert_ids: torch.Tensor,
     weights: Sequence[torch.Tensor] = (),
-) -> tuple[torch.Tensor, Routing, Counts, Fp8Weights | None]:
+) -> tuple[torch.Tensor, Routing, Counts, Pair | None]:
     """Tokens to the ranks of their experts.
 
     Returns:
-        The records received, uint8 [U, bytes]; their routing; the counts; the weights' FP8 copies, made while the
-        counts travel (None without weights).
+        The records received, uint8 [U, bytes]; their routing; the counts; the first GEMM's FP8 weights, made while
+        the counts travel (None without weights).
     """
     spec, exchange, records = layer.spec, layer.exchange, layer.dispatch
     send = ops.plan_send(expert_ids, spec.ep_size, spec.local_experts)
@@ -112,7 +112,7 @@ def dispatch(
     outgoing = _outgoing(records, fronts, send.tokens)
     ops.pack_routing(expert_ids, scores, send.tokens, send.records, spec.local_experts, out=records.tail(outgoing))
     del fronts
-    fp8 = layer.cache.get(weights) if weights else None
+    w13 = layer.cache.get(weights, "w13") if weights else None
     counts = pending_counts.wait()
     sent = sum(counts.sent)
     received = exchange.start(outgoing[:sent], counts.sent, counts.received).wait()
@@ -129,20 +129,21 @@ def dispatch(
         plan.padded_offsets,
         plan.places,
     )
-    return received, routing, counts, fp8
+    return received, routing, counts, w13
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, layer, x, scores, expert_ids, *weights):
         compute, device, dtype = layer.compute, x.device, x.dtype
-        received, routing, counts, fp8 = dispatch(layer, x, scores, expert_ids, weights)
+        received, routing, counts, w13 = dispatch(layer, x, scores, expert_ids, weights)
         groups = routing.groups(counts)
 
-        gate_up = compute.gemm(layer.dispatch.gemm_rows(received, routing.order), fp8.w13, groups)
+        gate_up = compute.gemm(layer.dispatch.gemm_rows(received, routing.order), w13, groups)
+        del w13  # where nothing is kept, FP8 weights live as long as their GEMM
         h, saved = compute.activate(gate_up, routing.weights)
         del gate_up
-        y = compute.gemm(h, fp8.w2, groups)
+        y = compute.gemm(h, layer.cache.get(weights, "w2"), groups)
         del h
         outgoing = layer.combine.allocate(received.shape[0], device)
         layer.combine.sum_into(y, routing.places, outgoing)
@@ -167,7 +168,7 @@ class _Experts(torch.autograd.Function):
         routing = Routing(*tensors[count : count + routing_parts])
         received, *saved = tensors[count + routing_parts :]
         del tensors
-        groups, fp8 = routing.groups(counts), layer.cache.get(weights, ctx.keep_fp8)
+        groups = routing.groups(counts)
         needs_x, needs_scores = ctx.needs_input_grad[1:3]
         needs_weights = ctx.needs_input_grad[4:]
 
@@ -175,17 +176,24 @@ class _Experts(torch.autograd.Function):
         layer.combine_backward.encode(dy.contiguous(), fronts)
         outgoing = _outgoing(layer.combine_backward, fronts, routing.tokens)
         del fronts
-        gradient = exchange.start(outgoing, counts.sent, counts.received).wait()
-        del outgoing
-        dh = compute.gemm(layer.combine_backward.gemm_rows(gradient, routing.order), fp8.w2_t, groups)
+        travelling = exchange.start(outgoing, counts.sent, counts.received)
+        w2_t = layer.cache.get(weights, "w2_t", ctx.keep_fp8)
+        gradient = travelling.wait()
+        del outgoing, travelling
+        dh = compute.gemm(layer.combine_backward.gemm_rows(gradient, routing.order), w2_t, groups)
+        del w2_t
         if compute.recomputes_gate_up:
-            saved = [compute.gemm(layer.dispatch.gemm_rows(received, routing.order), fp8.w13, groups)]
+            w13 = layer.cache.get(weights, "w13", ctx.keep_fp8)
+            saved = [compute.gemm(layer.dispatch.gemm_rows(received, routing.order), w13, groups)]
+            del w13
         d = compute.activate_backward(dh, routing.weights, tuple(saved), routing.group_sizes)
         del dh, saved
 
         travelling = None
         if needs_x or needs_scores:
-            dx = compute.gemm((d.row, d.row_scales), fp8.w13_t, groups)
+            w13_t = layer.cache.get(weights, "w13_t", ctx.keep_fp8)
+            dx = compute.gemm((d.row, d.row_scales), w13_t, groups)
+            del w13_t
             outgoing = layer.dispatch_backward.allocate(received.shape[0], dy.device)
             layer.dispatch_backward.sum_into(dx, routing.places, outgoing)
             del dx
@@ -193,7 +201,6 @@ class _Experts(torch.autograd.Function):
             travelling = exchange.start(outgoing, counts.received, counts.sent)
             del outgoing
         d = d._replace(row=None, row_scales=None)  # Only dx needed the rows.
-        del fp8
 
         weight_gradients = _weight_gradients(layer, weights, needs_weights, received, gradient, d, routing, groups)
         del received, gradient, d

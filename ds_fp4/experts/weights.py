@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""FP8 copies of the expert weights, made once per optimizer step.
+"""FP8 copies of the expert weights, each made when a GEMM asks for it, and kept for the optimizer step or not at all.
 
 A stale copy would train wrong without a word, and DeepSpeed's optimizers change weights in ways that
-`Tensor._version` does not show (they write through `.data` and flat buffers). So a copy belongs to an epoch, which the
+`Tensor._version` does not show (they write through `.data` and flat buffers). So copies belong to an epoch, which the
 engine's optimizer step and everything that loads weights end (`ds_fp4.engine`); `_version` and the address are looked
 at besides, for changes made by hand. Under ZeRO-3 a parameter's memory comes and goes, and nothing is kept.
 """
@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal
 
 import torch
 
 from ds_fp4 import ops
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+# What the data GEMMs read. Forward: w13 [E, 2I, H], gate over up, and w2 [E, H, I]. Backward: their transposes, w13_t
+# [E, H, 2I] and w2_t [E, I, H], and w13 once more where gate_up is computed again.
+Operand = Literal["w13", "w2", "w13_t", "w2_t"]
+OPERANDS: tuple[Operand, ...] = ("w13", "w2", "w13_t", "w2_t")
 
 _epochs = itertools.count(1)
 _epoch = 0
@@ -35,38 +39,29 @@ def weights_changed() -> None:
     _epoch = next(_epochs)
 
 
-class Fp8Weights(NamedTuple):
-    """Operands of the data GEMMs, codes and FP32 scales of 128 x 128 blocks.
-
-    Attributes:
-        w13: [E, 2I, H], gate over up. w13_t: [E, H, 2I]. w2: [E, H, I]. w2_t: [E, I, H].
-    """
-
-    w13: Pair
-    w13_t: Pair
-    w2: Pair
-    w2_t: Pair
-
-
-def quantize(weights: Sequence[torch.Tensor]) -> Fp8Weights:
-    """FP8 operands of an expert layer.
+def quantize(weights: Sequence[torch.Tensor], operand: Operand) -> Pair:
+    """One FP8 operand of an expert layer: codes, and FP32 scales of 128 x 128 blocks.
 
     Args:
         weights: (w1, w2, w3) with w1 and w3 [E, I, H] and w2 [E, H, I]; or 3E matrices, all experts' w1 [I, H],
             then w2 [H, I], then w3.
+        operand: one of OPERANDS.
     """
     w1, w2, w3 = split_kinds(weights, stacked(weights))
+    kinds = (w1, w3) if operand.startswith("w13") else (w2,)
+    transposed = operand.endswith("_t")
+    orientation = "transposed" if transposed else "rows"
     if stacked(weights):
-        w13, w13_t = ops.weight_to_fp8(w1.detach(), w3.detach())
-        return Fp8Weights(w13, w13_t, *ops.weight_to_fp8(w2.detach()))
-    (intermediate, hidden), experts, device = w1[0].shape, len(w1), w1[0].device
-    gate_up = _new_operands(experts, 2 * intermediate, hidden, device)
-    down = _new_operands(experts, hidden, intermediate, device)
+        return ops.weight_to_fp8(*(kind.detach() for kind in kinds), orientation=orientation)[transposed]
+    (n, k), experts, device = kinds[0][0].shape, len(w1), w1[0].device
+    rows, columns = (k, n * len(kinds)) if transposed else (n * len(kinds), k)
+    codes = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty(experts, -(-rows // 128), -(-columns // 128), dtype=torch.float32, device=device)
     for expert in range(experts):
-        one = slice(expert, expert + 1)
-        ops.weight_to_fp8(w1[expert].detach()[None], w3[expert].detach()[None], out=_slice(gate_up, one))
-        ops.weight_to_fp8(w2[expert].detach()[None], out=_slice(down, one))
-    return Fp8Weights(*gate_up, *down)
+        parts = (kind[expert].detach()[None] for kind in kinds)
+        out = codes[expert : expert + 1], scales[expert : expert + 1]
+        ops.weight_to_fp8(*parts, orientation=orientation, out=(None, out) if transposed else (out, None))
+    return codes, scales
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> bool:
@@ -82,18 +77,6 @@ def split_kinds(items: Sequence, stacked: bool) -> tuple:
     return items[:experts], items[experts : 2 * experts], items[2 * experts :]
 
 
-def _new_operands(experts: int, n: int, k: int, device: torch.device) -> tuple[Pair, Pair]:
-    def pair(rows: int, columns: int) -> Pair:
-        q = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device=device)
-        return q, torch.empty(experts, -(-rows // 128), -(-columns // 128), dtype=torch.float32, device=device)
-
-    return pair(n, k), pair(k, n)
-
-
-def _slice(operands: tuple[Pair, Pair], experts: slice) -> tuple[Pair, Pair]:
-    return tuple(tuple(t[experts] for t in pair) for pair in operands)
-
-
 def come_and_go(weights: Sequence[torch.Tensor]) -> bool:
     """Whether these are ZeRO-3 parameters. What autograd gives back of a saved one may not say so."""
     return any(hasattr(weight, "ds_id") for weight in weights)
@@ -107,19 +90,23 @@ class WeightCache:
         quantize: `quantize`, or what stands in for it.
     """
 
-    def __init__(self, keep: bool, quantize: Callable[[Sequence[torch.Tensor]], Fp8Weights] = quantize) -> None:
+    def __init__(self, keep: bool, quantize: Callable[[Sequence[torch.Tensor], Operand], Pair] = quantize) -> None:
         self._keep, self._quantize = keep, quantize
         self._key: tuple | None = None
-        self._kept: Fp8Weights | None = None
+        self._kept: dict[Operand, Pair] = {}
 
-    def get(self, weights: Sequence[torch.Tensor], keep: bool = True) -> Fp8Weights:
-        """The FP8 operands of these weights as they are now; `keep` False if they are known to come and go."""
+    def get(self, weights: Sequence[torch.Tensor], operand: Operand, keep: bool = True) -> Pair:
+        """An FP8 operand of these weights as they are now; `keep` False if they are known to come and go.
+
+        All that is kept is of the same weights: once they have changed, be it between a forward and its backward, the
+        first operand that is asked for ends all copies of the old ones.
+        """
         if not self._keep or not keep or come_and_go(weights):
-            return self._quantize(weights)
+            return self._quantize(weights, operand)
         key = (_epoch, *((w.data_ptr(), -1 if w.is_inference() else w._version) for w in weights))
         if key != self._key:
-            # Let the old copy go first, so that two never exist at a time.
-            self._kept = self._key = None
-            self._kept = self._quantize(weights)
-            self._key = key
-        return self._kept
+            # Let the old copies go first, so that two never exist at a time.
+            self._kept, self._key = {}, key
+        if operand not in self._kept:
+            self._kept[operand] = self._quantize(weights, operand)
+        return self._kept[operand]

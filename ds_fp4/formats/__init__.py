@@ -9,7 +9,7 @@ with kernels for CUDA tensors. docs/formats.md says it in words.
 """
 
 from .blocks import FP8_GROUP, MXFP4_BLOCK, SCALE_ROUNDINGS
-from .checks import align_to_gemm
+from .checks import ORIENTATIONS, align_to_gemm
 from .columns import ColumnLayout, column_blocks, padded_sizes
 from .convert import (
     fp4_row_to_fp8_col,
@@ -28,6 +28,7 @@ __all__ = [
     "align_to_gemm",
     "FP8_GROUP",
     "MXFP4_BLOCK",
+    "ORIENTATIONS",
     "SCALE_ROUNDINGS",
     "bf16_to_fp4_row",
     "bf16_to_fp8_row",

@@ -19,6 +19,9 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
+# Which results of `weight_to_fp8` are wanted: the weights as they are, and transposed.
+ORIENTATIONS = {"both": (True, True), "rows": (True, False), "transposed": (False, True)}
+
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(dtype) for dtype in dtypes)
@@ -77,6 +80,12 @@ def check_scale_layout(scale_layout: str, scale_dtype: torch.dtype) -> None:
         raise ValueError(f"scale_layout must be one of {allowed}, got {scale_layout!r}")
     if scale_layout == "gemm" and scale_dtype != torch.float32:
         raise ValueError(f'scale_layout "gemm" holds torch.float32 scales, got scale_dtype {scale_dtype}')
+
+
+def check_orientation(orientation: str) -> None:
+    if orientation not in ORIENTATIONS:
+        allowed = ", ".join(repr(name) for name in ORIENTATIONS)
+        raise ValueError(f"orientation must be one of {allowed}, got {orientation!r}")
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -348,8 +357,8 @@ def _pair_of(out, what: str) -> tuple:
 
 
 def prepare_weight_to_fp8(
-    w1: torch.Tensor, w3: torch.Tensor | None, out: tuple[Pair, Pair] | None
-) -> tuple[Pair, Pair]:
+    w1: torch.Tensor, w3: torch.Tensor | None, orientation: str, out: tuple[Pair | None, Pair | None] | None
+) -> tuple[Pair | None, Pair | None]:
     check_tensor("w1", w1, FLOAT_DTYPES, None, 3)
     check_width("w1", w1.shape[2], 1)
     experts, n, k = w1.shape
@@ -357,17 +366,24 @@ def prepare_weight_to_fp8(
         check_tensor("w3", w3, (w1.dtype,), w1.device, 3)
         check_shape("w3", w3, w1.shape)
         n *= 2
+    check_orientation(orientation)
     blocks_n, blocks_k = -(-n // FP8_GROUP), -(-k // FP8_GROUP)
     shapes = (((experts, n, k), (experts, blocks_n, blocks_k)), ((experts, k, n), (experts, blocks_k, blocks_n)))
     dtypes = (e4m3.CODE_DTYPES, (torch.float32,))
     given = _pair_of(out, "the pairs ((q, scales), (q_t, scales_t))")
     names = (("q", "scales"), ("q_t", "scales_t"))
-    pairs = [
-        _output_pair(part, part_names, part_shapes, dtypes, w1.device)
-        for part, part_names, part_shapes in zip(given, names, shapes, strict=True)
-    ]
-    for pair, part_names in zip(pairs, names, strict=True):
-        for t, name in zip(pair, part_names, strict=True):
+    pairs: list[Pair | None] = []
+    for wanted, part, part_names, part_shapes in zip(ORIENTATIONS[orientation], given, names, shapes, strict=True):
+        if not wanted:
+            if part is not None:
+                raise ValueError(
+                    f"out's ({', '.join(part_names)}) must be None with orientation {orientation!r}, "
+                    f"got {type(part).__name__}"
+                )
+            pairs.append(None)
+            continue
+        pairs.append(_output_pair(part, part_names, part_shapes, dtypes, w1.device))
+        for t, name in zip(pairs[-1], part_names, strict=True):
             _check_contiguous(f"out's {name}", t)
     return pairs[0], pairs[1]
 

@@ -13,6 +13,7 @@ import torch
 
 from . import checks, e4m3, fp32, rows, ue8m0
 from .blocks import fp8_exponents
+from .checks import Pair
 
 BLOCK = 128
 
@@ -29,9 +30,10 @@ def weight_to_fp8(
     w1: torch.Tensor,
     w3: torch.Tensor | None = None,
     *,
-    out: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
-) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Quantize expert weights to FP8 in blocks of 128 x 128, as they are and transposed, reading them once.
+    orientation: str = "both",
+    out: tuple[Pair | None, Pair | None] | None = None,
+) -> tuple[Pair | None, Pair | None]:
+    """Quantize expert weights to FP8 in blocks of 128 x 128, as they are, transposed, or both from one read.
 
     The scale of a block is 2^ceil(log2(amax / 448)), not below 2^-126 (GEMM libraries take subnormal numbers for
     zeros); a value is divided by it and rounded to nearest, ties to even. A block that holds a NaN or an infinity gets
@@ -41,20 +43,21 @@ def weight_to_fp8(
         w1: BF16, FP16 or FP32 [E, I, K], inner stride 1, any other strides.
         w3: None, or as w1. Its rows follow w1's in each expert: N = 2I rows, a gate and an up projection in one
             operand. Without it N = I.
-        out: ((q, scales), (q_t, scales_t)) to write to and return, contiguous, codes as float8_e4m3fn or uint8.
+        orientation: what is wanted: "rows" (q and scales), "transposed" (q_t and scales_t) or "both".
+        out: ((q, scales), (q_t, scales_t)) to write to and return, contiguous, codes as float8_e4m3fn or uint8; None
+            in place of the pair that is not wanted.
 
     Returns:
-        q float8_e4m3fn [E, N, K], scales float32 [E, ceil(N/128), ceil(K/128)];
-        q_t float8_e4m3fn [E, K, N], scales_t float32 [E, ceil(K/128), ceil(N/128)].
+        (q float8_e4m3fn [E, N, K], scales float32 [E, ceil(N/128), ceil(K/128)]), and
+        (q_t float8_e4m3fn [E, K, N], scales_t float32 [E, ceil(K/128), ceil(N/128)]); None in place of the pair that
+        is not wanted.
 
     Raises:
-        ValueError: on a wrong shape, dtype, device or stride.
+        ValueError: on an unknown orientation, a wrong shape, dtype, device or stride.
     """
-    result = checks.prepare_weight_to_fp8(w1, w3, out)
-    (q, scales), (q_t, scales_t) = result
-    q, q_t = q.view(torch.uint8), q_t.view(torch.uint8)
-    n, k = q.shape[1:]
-    for expert in range(q.shape[0]):
+    as_they_are, transposed = result = checks.prepare_weight_to_fp8(w1, w3, orientation, out)
+    n, k = w1.shape[1] * (1 if w3 is None else 2), w1.shape[2]
+    for expert in range(w1.shape[0]):
         weight = w1[expert] if w3 is None else torch.cat([w1[expert], w3[expert]])
         # Whole bands of blocks, so that temporary memory does not grow with the weight.
         for band in rows.pieces(n, k, w1.device, multiple=BLOCK):
@@ -71,11 +74,15 @@ def weight_to_fp8(
             codes = e4m3.encode_scaled(scaled, bits.view(scaled.shape)).view(bits.shape)
             codes.masked_fill_(~finite[:, None, :, None], e4m3.E4M3_NAN)
             codes = codes.view(scaled.shape)[: band.stop - band.start, :k]
-            q[expert, band] = codes
-            q_t[expert, :, band] = codes.t()
             blocks = slice(band.start // BLOCK, -(-band.stop // BLOCK))
-            ue8m0.store(exponent, scales[expert, blocks])
-            ue8m0.store(exponent.t(), scales_t[expert, :, blocks])
+            if as_they_are is not None:
+                q, scales = as_they_are
+                q.view(torch.uint8)[expert, band] = codes
+                ue8m0.store(exponent, scales[expert, blocks])
+            if transposed is not None:
+                q_t, scales_t = transposed
+                q_t.view(torch.uint8)[expert, :, band] = codes.t()
+                ue8m0.store(exponent.t(), scales_t[expert, :, blocks])
     return result
 
 

@@ -16,7 +16,7 @@ namespace ds_fp4 {
 struct combine_rows_params {
     int64 rows;          // output rows
     int64 width;         // values a row
-    int64 chunks_a_row;  // ceil(width / kChunkValues)
+    int64 chunks_a_row;  // ceil(width / (256 * kCombineSteps))
     int64 input_rows;    // rows that `indices` may name
     const int* offsets;  // [rows + 1]; null: every list has `list_entries`
     int64 list_entries;
@@ -37,42 +37,59 @@ struct combine_rows_params {
 
 constexpr int kRowsInFlight = 2;
 
+// Units of a chunk that a lane takes. Of MXFP4 rows a unit is 4 bytes: a lane asks for more of them at a time, where
+// the registers hold what they become.
+template <typename In, typename Out, bool kWeighted, bool kVector>
+constexpr int kCombineSteps =
+    Same<In, Mxfp4Rows>::value && Same<Out, Bf16Rows>::value && !kWeighted && kVector ? 4 : 2;
+
 template <typename In>
 struct CombineUnit {
     uint32 word[In::kWords];
     uint32 scale;  // as it is stored
 };
 
-// Where this lane reads of an input row: its first address in row 0, and how far on its unit of the other step is.
-template <typename In, bool kVector>
+// Where this lane reads of an input row: its first address in row 0, and how far on its unit of each step is.
+template <typename In, int kChunkSteps, bool kVector>
 struct CombineReader {
-    static_assert(kChunkSteps == 2, "one other step");
+    // Whether loads ask if their unit exists. Else another unit stands in past the row's end, for nothing.
+    static constexpr bool kAsks = !kVector || kChunkSteps > 2;
+
     const char* x;
     const char* scales;
     uint32 stride, scales_stride;  // row strides fit 32 bits, and so one multiplication
-    int second, second_scale;
+    int at_step[kChunkSteps], scale_at_step[kChunkSteps];
     bool fp32_scales;
 
-    DS_FP4_DEVICE CombineReader(const combine_rows_params& p, const Chunks& chunks) {
+    DS_FP4_DEVICE CombineReader(const combine_rows_params& p, const Chunks<kChunkSteps>& chunks) {
         stride = static_cast<uint32>(p.x_stride);
         scales_stride = static_cast<uint32>(p.x_scales_stride);
         fp32_scales = In::kUnitBytes != 4 && p.x_scale_bytes == 4;
-        // Past the row's end another unit stands in, for nothing: loads need no condition then.
+        // Also with kAsks, where the choice saves ptxas four registers.
         const int64 first = !kVector || chunks.has_unit(0) ? chunks.first : 0;
-        const bool has_second = !kVector || chunks.has_unit(1);
         x = p.x + first / kUnit * In::kUnitBytes;
-        second = has_second ? kStepValues / kUnit * In::kUnitBytes : 0;
         scales = p.x_scales;
-        second_scale = 0;
         if constexpr (In::kScaled) {
-            const int scale_bytes = fp32_scales ? 4 : 1;
-            scales += first / In::kScaleValues * scale_bytes;
-            second_scale = has_second ? kStepValues / In::kScaleValues * scale_bytes : 0;
+            scales += first / In::kScaleValues * (fp32_scales ? 4 : 1);
+        }
+#pragma unroll
+        for (int step = 0; step < kChunkSteps; ++step) {
+            const int there = kAsks || chunks.has_unit(step) ? step : 0;
+            at_step[step] = there * (kStepValues / kUnit * In::kUnitBytes);
+            scale_at_step[step] = 0;
+            if constexpr (In::kScaled) {
+                scale_at_step[step] = there * (kStepValues / In::kScaleValues) * (fp32_scales ? 4 : 1);
+            }
         }
     }
 
+    // FP32 bits of a scale, if it is a normal number.
+    DS_FP4_DEVICE uint32 plain_scale(uint32 stored) const {
+        return fp32_scales ? stored & kInfinityBits : stored << 23;
+    }
+
     // Zeros for row -1.
-    DS_FP4_DEVICE void load(int row, const Chunks& chunks, CombineUnit<In> (&unit)[kChunkSteps]) const {
+    DS_FP4_DEVICE void load(int row, const Chunks<kChunkSteps>& chunks, CombineUnit<In> (&unit)[kChunkSteps]) const {
 #pragma unroll
         for (int step = 0; step < kChunkSteps; ++step) {
 #pragma unroll
@@ -88,13 +105,13 @@ struct CombineReader {
         const char* scale = scales + static_cast<uint64>(static_cast<uint32>(row)) * scales_stride;
 #pragma unroll
         for (int step = 0; step < kChunkSteps; ++step) {
-            if (!kVector && !chunks.has_unit(step)) {
+            if (kAsks && !chunks.has_unit(step)) {
                 continue;
             }
             const int elements = In::kUnitBytes == 4 ? kUnit / 2 : chunks.valid(step);
-            load_unit<kVector, typename In::Element>(step == 0 ? from : from + second, elements, unit[step].word);
+            load_unit<kVector, typename In::Element>(from + at_step[step], elements, unit[step].word);
             if constexpr (In::kScaled) {
-                const char* at = step == 0 ? scale : scale + second_scale;
+                const char* at = scale + scale_at_step[step];
                 unit[step].scale = fp32_scales ? __ldg(reinterpret_cast<const uint32*>(at))
                                                : __ldg(reinterpret_cast<const uint8*>(at));
             }
@@ -143,10 +160,11 @@ template <typename In, typename Out, bool kWeighted, bool kVector>
 __global__ void __launch_bounds__(kThreads, (kCombineBlocks<In, kVector>)) combine_rows(const combine_rows_params p) {
     const int lane = threadIdx.x % kLanes;
     const uint32 rounding = static_cast<uint32>(p.rounding);
-    const Chunks chunks(p.width, p.chunks_a_row);
-    const CombineReader<In, kVector> reader(p, chunks);
+    constexpr int kChunkSteps = kCombineSteps<In, Out, kWeighted, kVector>;
+    const Chunks<kChunkSteps> chunks(p.width, p.chunks_a_row);
+    const CombineReader<In, kChunkSteps, kVector> reader(p, chunks);
     int64 row = chunks.first_row;
-    char* out = p.out + row * p.out_stride + chunks.first / kUnit * Out::kUnitBytes;
+    const uint32 out_unit = static_cast<uint32>(chunks.first / kUnit);
     char* out_scales = p.out_scales + row * p.out_scales_stride;
     if constexpr (Out::kScaled) {
         out_scales += chunks.first / Out::kScaleValues * (Out::kUnitBytes == 4 ? 1 : p.out_scale_bytes);
@@ -160,15 +178,16 @@ __global__ void __launch_bounds__(kThreads, (kCombineBlocks<In, kVector>)) combi
                 sum[step].word[i] = 0;
             }
         }
-        int64 first = row * p.list_entries, end = first + p.list_entries;
+        int64 first = row * p.list_entries;
+        int left = static_cast<int>(p.list_entries);
         if (p.offsets != nullptr) {
             first = __ldg(p.offsets + row);
-            end = __ldg(p.offsets + row + 1);
+            left = __ldg(p.offsets + row + 1) - static_cast<int>(first);
         }
-        for (; first < end; first += kLanes) {
+        for (; left > 0; first += kLanes, left -= kLanes) {
             int own_row = -1;
             float own_weight = 0.0f;
-            if (first + lane < end) {
+            if (lane < left) {
                 own_row = __ldg(p.indices + first + lane);
                 if (own_row >= p.input_rows) {
                     __trap();  // reading there would be worse than stopping
@@ -190,14 +209,11 @@ __global__ void __launch_bounds__(kThreads, (kCombineBlocks<In, kVector>)) combi
                 }
                 // One look at all scales together: nearly always they are plain.
                 bool plain = true;
-                uint32 scale[kRowsInFlight][kChunkSteps];
 #pragma unroll
                 for (int i = 0; i < kRowsInFlight; ++i) {
 #pragma unroll
                     for (int step = 0; step < kChunkSteps; ++step) {
-                        const uint32 stored = unit[i][step].scale;
-                        scale[i][step] = reader.fp32_scales ? stored & kInfinityBits : stored << 23;
-                        plain = plain && In::is_plain(unit[i][step].word, scale[i][step]);
+                        plain = plain && In::is_plain(unit[i][step].word, reader.plain_scale(unit[i][step].scale));
                     }
                 }
                 float weight[kRowsInFlight];
@@ -210,7 +226,8 @@ __global__ void __launch_bounds__(kThreads, (kCombineBlocks<In, kVector>)) combi
                     for (int i = 0; i < kRowsInFlight; ++i) {
 #pragma unroll
                         for (int step = 0; step < kChunkSteps; ++step) {
-                            In::template add<kWeighted>(unit[i][step].word, scale[i][step], weight[i], sum[step]);
+                            In::template add<kWeighted>(unit[i][step].word, reader.plain_scale(unit[i][step].scale),
+                                                        weight[i], sum[step]);
                         }
                     }
                 } else {
@@ -240,7 +257,8 @@ __global__ void __launch_bounds__(kThreads, (kCombineBlocks<In, kVector>)) combi
             unit.encode(sum[step], rounding);
             if (chunks.has_unit(step)) {
                 const int elements = Out::kUnitBytes == 4 ? kUnit / 2 : chunks.valid(step);
-                char* to = out + step * (kStepValues / kUnit) * Out::kUnitBytes;
+                char* to = p.out + row * p.out_stride + static_cast<uint64>(out_unit) * Out::kUnitBytes +
+                           step * (kStepValues / kUnit) * Out::kUnitBytes;
                 store_unit<kVector, typename Out::Element>(to, elements, unit.word);
                 if constexpr (Out::kScaled) {
                     if (first_lane_of<Out::kScaleValues>()) {
@@ -254,7 +272,6 @@ __global__ void __launch_bounds__(kThreads, (kCombineBlocks<In, kVector>)) combi
                 }
             }
         }
-        out += chunks.row_step * p.out_stride;
         out_scales += chunks.row_step * p.out_scales_stride;
     }
 }

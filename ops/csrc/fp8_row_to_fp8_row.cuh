@@ -19,23 +19,25 @@ struct fp8_row_to_fp8_row_params {
     uint8* q;
     int64 q_stride;
     Scales scales;
+    int64 stripe;  // tiles of neighboring columns that are converted in all rows before the next; more: whole rows
 };
 
 // kFp32: whether the rows' scales are FP32; else UE8M0.
 template <bool kFp32, bool kVector>
-__global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp8_row(const fp8_row_to_fp8_row_params p) {
-    const int own_row = threadIdx.x % kQuadGroupLanes;
+__global__ void __launch_bounds__(kThreads, kEightRowBlocks) fp8_row_to_fp8_row(const fp8_row_to_fp8_row_params p) {
+    using Place = StripedQuad<8, 16>;
+    const int own_row = threadIdx.x % Place::kGroupLanes;
     const int lowest = static_cast<int>(p.scales.lowest);
-    for (Quad quad(p.rows); quad.inside(p.rows); quad.advance(p.rows)) {
+    for (Place quad(p.rows, p.stripe); quad.inside(p.rows); quad.advance(p.rows)) {
         const int group = static_cast<int>(quad.first / kFp8Group);
         const bool has_group = group * kFp8Group < static_cast<int>(p.rows.width);
-        uint32 codes[kQuadRows][kQuadUnit / 4];
-        uint32 stored[kQuadRows];  // scales as they are
+        uint32 codes[Place::kRows][Place::kValues / 4];
+        uint32 stored[Place::kRows];  // scales as they are
         const char* scales = p.source_scales + group * (kFp32 ? 4 : 1);
 #pragma unroll
-        for (int step = 0; step < kQuadRows; ++step) {
+        for (int step = 0; step < Place::kRows; ++step) {
 #pragma unroll
-            for (int i = 0; i < kQuadUnit / 4; ++i) {
+            for (int i = 0; i < Place::kValues / 4; ++i) {
                 codes[step][i] = 0;
             }
             stored[step] = kFp32 ? fp32_power_bits(kEmptyScale) : kEmptyScale;
@@ -51,14 +53,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp8_row(const
         }
         int own_scale = 0;
 #pragma unroll
-        for (int step = 0; step < kQuadRows; ++step) {
+        for (int step = 0; step < Place::kRows; ++step) {
             const int exponent = scale_exponent<kFp32>(stored[step]);
             int target = larger(exponent, lowest);
             if (target != exponent || exponent == kNanScale) {  // rare
                 const uint32 factor = exponent == kNanScale ? kNanFactor : e4m3_factor(exponent - target);
                 target = exponent == kNanScale ? larger(kEmptyScale, lowest) : target;
 #pragma unroll
-                for (int i = 0; i < kQuadUnit / 4; ++i) {
+                for (int i = 0; i < Place::kValues / 4; ++i) {
                     codes[step][i] = scale_e4m3x4(codes[step][i], factor);
                 }
             }

@@ -25,6 +25,10 @@ namespace ds_fp4 {
     DS_FP4_ENTRY(kernel<Bf16, true>), DS_FP4_ENTRY(kernel<Bf16, false>), DS_FP4_ENTRY(kernel<Fp16, true>), \
         DS_FP4_ENTRY(kernel<Fp16, false>), DS_FP4_ENTRY(kernel<Fp32, true>), DS_FP4_ENTRY(kernel<Fp32, false>)
 #define DS_FP4_FP4_KERNEL(kernel) DS_FP4_ENTRY(kernel<true>), DS_FP4_ENTRY(kernel<false>)
+#define DS_FP4_FP8_TO_FP4_KERNEL(kernel)                                              \
+    DS_FP4_ENTRY(kernel<true, 32, true>), DS_FP4_ENTRY(kernel<true, 16, true>),       \
+        DS_FP4_ENTRY(kernel<true, 16, false>), DS_FP4_ENTRY(kernel<false, 32, true>), \
+        DS_FP4_ENTRY(kernel<false, 16, true>), DS_FP4_ENTRY(kernel<false, 16, false>)
 #define DS_FP4_FP8_KERNEL(kernel)                                                                           \
     DS_FP4_ENTRY(kernel<true, true>), DS_FP4_ENTRY(kernel<true, false>), DS_FP4_ENTRY(kernel<false, true>), \
         DS_FP4_ENTRY(kernel<false, false>)
@@ -34,7 +38,7 @@ const std::vector<KernelEntry>& kernel_table() {
         std::vector<KernelEntry> all = {
             DS_FP4_ROW_KERNEL(bf16_to_fp4_row),    DS_FP4_ROW_KERNEL(fp4_row_to_bf16),
             DS_FP4_ROW_KERNEL(bf16_to_fp8_row),    DS_FP4_ROW_KERNEL(fp8_row_to_bf16),
-            DS_FP4_FP4_KERNEL(fp4_row_to_fp8_row), DS_FP4_FP8_KERNEL(fp8_row_to_fp4_row),
+            DS_FP4_FP4_KERNEL(fp4_row_to_fp8_row), DS_FP4_FP8_TO_FP4_KERNEL(fp8_row_to_fp4_row),
             DS_FP4_FP8_KERNEL(fp8_row_to_fp8_row), DS_FP4_FP4_KERNEL(fp4_row_to_fp8_col),
             DS_FP4_FP8_KERNEL(fp8_row_to_fp8_col), DS_FP4_ROW_KERNEL(bf16_to_fp8_row_and_col),
             DS_FP4_ROW_KERNEL(weight_to_fp8),      DS_FP4_ENTRY(split_weight_gradient<>),

@@ -57,10 +57,11 @@ struct Tile {
         place(p);
     }
 
-    DS_FP4_DEVICE bool inside(const Rows& p) const { return row < static_cast<int>(p.rows); }
+    // Unsigned, since the last stride may lead beyond 2^31.
+    DS_FP4_DEVICE bool inside(const Rows& p) const { return static_cast<uint32>(row) < static_cast<uint32>(p.rows); }
 
     DS_FP4_DEVICE void advance(const Rows& p) {
-        row += stride_rows;
+        row = static_cast<int>(static_cast<uint32>(row) + static_cast<uint32>(stride_rows));
         number += stride_tiles;
         if (number >= static_cast<int>(p.tiles_a_row)) {
             number -= static_cast<int>(p.tiles_a_row);

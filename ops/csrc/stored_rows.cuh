@@ -5,7 +5,7 @@
 // scale that it is under. Bf16Rows have no scales, NoRows are not stored at all. A row's scales may be UE8M0 or
 // (Fp8Rows) FP32.
 //
-// And how a warp walks over rows here: a chunk is kChunkSteps x 32 units of a row, and a warp takes the same chunk of
+// And how a warp walks over rows here: a chunk is a few times 32 units of a row, and a warp takes the same chunk of
 // row after row, so that pointers move by additions.
 #pragma once
 
@@ -277,12 +277,12 @@ struct Fp8Rows : ScaledRows<E4m3Codes, 119> {
 
 // ---- walking ----
 
-constexpr int kChunkSteps = 2;
-constexpr int kChunkValues = kStepValues * kChunkSteps;
-
 // The chunks of one warp: always the same columns, of every `row_step`-th row. The host launches so many warps that
 // they come out even.
+template <int kChunkSteps>
 struct Chunks {
+    static constexpr int kChunkValues = kStepValues * kChunkSteps;
+
     int64 first_row;
     int64 row_step;
     int64 first;  // this lane's first value in a row; its unit of step s is s * kStepValues further on

@@ -15,7 +15,7 @@ namespace ds_fp4 {
 struct swiglu_forward_params {
     int64 rows;
     int64 width;         // I, a multiple of 128
-    int64 chunks_a_row;  // ceil(I / kChunkValues)
+    int64 chunks_a_row;  // ceil(I / 512)
     const char* gate_up;
     int64 gate_up_stride;  // strides are in bytes; from row to row where nothing else is said
     const float* weights;  // null: 1
@@ -66,12 +66,14 @@ struct SavedUnit {
 template <>
 struct SavedUnit<NoRows> {};
 
+constexpr int kForwardSteps = 2;
+
 template <typename Activation, typename Saved>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) swiglu_forward(const swiglu_forward_params p) {
     const ActivationScalars scalars = {float_of(static_cast<uint32>(p.alpha)), float_of(static_cast<uint32>(p.limit))};
     const uint32 lowest = kFieldOfByte0 + static_cast<uint32>(p.lowest_scale);
     const uint32 rounding = static_cast<uint32>(p.rounding);
-    const Chunks chunks(p.width, p.chunks_a_row);
+    const Chunks<kForwardSteps> chunks(p.width, p.chunks_a_row);
     int64 row = chunks.first_row;
     const char* gate_up = p.gate_up + row * p.gate_up_stride + chunks.first * 2;
     const float* weights = p.weights == nullptr ? nullptr : p.weights + row;
@@ -84,9 +86,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) swiglu_forward(const swi
         saved_scales = p.saved_scales + row * p.saved_scales_stride + chunks.first / Saved::kScaleValues;
     }
     for (; row < p.rows; row += chunks.row_step) {
-        Values8<Bf16> x[kChunkSteps][2];  // gate, up
+        Values8<Bf16> x[kForwardSteps][2];  // gate, up
 #pragma unroll
-        for (int step = 0; step < kChunkSteps; ++step) {
+        for (int step = 0; step < kForwardSteps; ++step) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 x[step][0].word[i] = x[step][1].word[i] = 0;
@@ -98,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) swiglu_forward(const swi
         }
         const float weight = weights == nullptr ? 1.0f : __ldg(weights);
 #pragma unroll
-        for (int step = 0; step < kChunkSteps; ++step) {
+        for (int step = 0; step < kForwardSteps; ++step) {
             Floats8 h;
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) {

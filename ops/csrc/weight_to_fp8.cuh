@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Quantize expert weights to FP8 in blocks of 128 x 128, as they are and transposed, from one read. A thread block
-// takes one block of values, in the steps of column_tiles.cuh, a "token" being a row of the weight: both results are
-// of the same codes. Reads two or four bytes a value, writes two.
+// Quantize expert weights to FP8 in blocks of 128 x 128, as they are, transposed, or both from one read. A thread
+// block takes one block of values, in the steps of column_tiles.cuh, a "token" being a row of the weight: both results
+// are of the same codes. Reads two or four bytes a value, writes one for each result.
 #pragma once
 
 #include "column_tiles.cuh"
@@ -20,9 +20,9 @@ struct weight_to_fp8_params {
     const char* w3;
     int64 expert_stride;  // bytes, of w1 and w3
     int64 row_stride;     // bytes
-    uint8* q;             // [experts, N, K]
+    uint8* q;             // [experts, N, K]; null with its scales: not wanted
     float* scales;        // [experts, row_tiles, column_tiles]
-    uint8* q_t;           // [experts, K, N]
+    uint8* q_t;           // [experts, K, N]; null with its scales: not wanted
     float* scales_t;      // [experts, column_tiles, row_tiles]
 };
 
@@ -75,19 +75,33 @@ __global__ void __launch_bounds__(kThreads, In::kWords == 4 ? 3 : 2) weight_to_f
     const uint32 scale = larger(fp8_scale(amax), 1u);  // a normal number
     const Inverses4<In> inverses(Inverses4<In>::bits(amax, scale));
 
-    uint8* q = p.q + (static_cast<int64>(expert) * rows + row) * width + column;
+    uint32 code[kWarpTokens];
+#pragma unroll
+    for (int t = 0; t < kWarpTokens; ++t) {
+        code[t] = encode_e4m3x4(values[t], inverses);
+    }
+    const float value = float_of(fp32_power_bits(static_cast<int>(scale)));
+    if (p.q != nullptr) {
+        uint8* q = p.q + (static_cast<int64>(expert) * rows + row) * width + column;
+#pragma unroll
+        for (int t = 0; t < kWarpTokens; ++t) {
+            const uint32 words[1] = {code[t]};
+            if (row + t < rows && valid > 0) {
+                store_unit<kVector, uint8>(row_of(q, t, p.width), valid, words);
+            }
+        }
+        if (threadIdx.x == 0) {
+            p.scales[static_cast<int64>(band) * column_tiles + column_tile] = value;
+        }
+    }
+    if (p.q_t == nullptr) {
+        return;
+    }
     uint32 piece[kWidth][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        uint32 token[4], turned[4];
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-            token[t] = encode_e4m3x4(values[4 * i + t], inverses);
-            const uint32 words[1] = {token[t]};
-            if (row + 4 * i + t < rows && valid > 0) {
-                store_unit<kVector, uint8>(row_of(q, 4 * i + t, p.width), valid, words);
-            }
-        }
+        const uint32 token[4] = {code[4 * i], code[4 * i + 1], code[4 * i + 2], code[4 * i + 3]};
+        uint32 turned[4];
         turn_4x4(token, turned);
 #pragma unroll
         for (int c = 0; c < kWidth; ++c) {
@@ -101,8 +115,6 @@ __global__ void __launch_bounds__(kThreads, In::kWords == 4 ? 3 : 2) weight_to_f
     uint8* q_t = p.q_t + (static_cast<int64>(expert) * width + first_column) * rows + first_row;
     store_staged<kVector, kWidth>(staging, q_t, rows, width - first_column, rows - static_cast<int>(first_row));
     if (threadIdx.x == 0) {
-        const float value = float_of(fp32_power_bits(static_cast<int>(scale)));
-        p.scales[static_cast<int64>(band) * column_tiles + column_tile] = value;
         p.scales_t[(static_cast<int64>(expert) * column_tiles + column_tile) * row_tiles + row_tile] = value;
     }
 }

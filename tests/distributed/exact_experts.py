@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_fp4.experts.records import RecordFormat
-from ds_fp4.experts.weights import Fp8Weights, WeightCache, split_kinds, stacked
+from ds_fp4.experts.weights import WeightCache, split_kinds, stacked
 from ds_fp4.gemm import Groups
 from ds_fp4.reference.activation import SwigluBackward, activate, activation_backward
 
@@ -63,13 +63,13 @@ class ExactCompute:
         self.recomputes_gate_up = recomputes_gate_up
 
     @staticmethod
-    def quantize_weights(weights: Sequence[torch.Tensor]) -> Fp8Weights:
+    def quantize_weights(weights: Sequence[torch.Tensor], operand: str) -> tuple[torch.Tensor, None]:
         w1, w2, w3 = (
             (kind if isinstance(kind, torch.Tensor) else torch.stack(list(kind))).detach().float()
             for kind in split_kinds(weights, stacked(weights))
         )
-        w13 = torch.cat([w1, w3], dim=1)
-        return Fp8Weights((w13, None), (w13.transpose(1, 2), None), (w2, None), (w2.transpose(1, 2), None))
+        weight = torch.cat([w1, w3], dim=1) if operand.startswith("w13") else w2
+        return weight.transpose(1, 2) if operand.endswith("_t") else weight, None
 
     def gemm(self, a, b, groups: Groups) -> torch.Tensor:
         starts = groups.padded_offsets.tolist()

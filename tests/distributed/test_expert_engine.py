@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -116,20 +117,31 @@ def _without_the_hook() -> None:
 
 
 def _count_quantizations() -> None:
-    for checkpoint in (False, True):
-        engine = _build(accumulation=4)
-        if checkpoint:
-            engine.module.gradient_checkpointing_enable({"use_reentrant": False})
-        counts = [0, 0]
-        for number, layer in enumerate(_layers(engine)):
+    def times(forward: int, backward: int) -> dict[str, int]:
+        return {"w13": forward, "w2": forward, "w13_t": backward, "w2_t": backward}
 
-            def counting(weights, counts=counts, number=number, original=layer.cache._quantize):
-                counts[number] += 1
-                return original(weights)
+    steps, accumulation = 2, 4
+    data = _data(steps * accumulation)
+    for cache, reentrant in (("step", None), ("step", False), ("step", True), ("none", None), ("none", False)):
+        engine = _build({"weight_cache": cache}, accumulation=accumulation)
+        if reentrant is not None:
+            engine.module.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        counts = [Counter(), Counter()]
+        for counter, layer in zip(counts, _layers(engine), strict=True):
+
+            def counting(weights, operand, counter=counter, original=layer.cache._quantize):
+                counter[operand] += 1
+                return original(weights, operand)
 
             layer.cache._quantize = counting
-        models.train(engine, _data(8))
-        assert counts == [2, 2], (checkpoint, counts)
+        models.train(engine, data)
+        each = steps if cache == "step" else len(data)
+        forwards = each if cache == "step" or reentrant is None else 2 * each  # checkpointing computes them twice
+        assert counts == [times(forwards, each)] * 2, (cache, reentrant, counts)
+        # Weights of a new step: an evaluation transposes none of them.
+        with torch.no_grad():
+            models.loss_of(engine, data[0])
+        assert counts == [times(forwards + 1, each)] * 2, (cache, reentrant, counts)
         engine.destroy()
 
 
@@ -140,7 +152,7 @@ def _zero_3_keeps_nothing() -> None:
             engine.module.gradient_checkpointing_enable({"use_reentrant": False})
         for _ in range(2):
             models.train(engine, _data(1))
-            assert all(layer.cache._kept is None for layer in _layers(engine)), checkpoint
+            assert all(not layer.cache._kept for layer in _layers(engine)), checkpoint
         engine.destroy()
 
 

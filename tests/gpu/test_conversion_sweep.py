@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ds_fp4 import formats, ops
@@ -26,7 +26,7 @@ def device():
     return torch.device("cuda")
 
 
-# Under compute-sanitizer a few examples take as long: DS_FP4_SWEEP=5.
+# Under compute-sanitizer a few examples take as long: DS_FP4_SWEEP=2.
 sweep = settings(
     max_examples=int(os.environ.get("DS_FP4_SWEEP", "60")),
     deadline=None,
@@ -64,6 +64,8 @@ def test_fp8_row_to_fp8_row(rows, k, seed, index, source, scale, aligned, spread
     rows, fp4_widths, seeds, st.sampled_from(INDICES), st.sampled_from(SOURCES),
     st.sampled_from(strategies.ROUNDINGS), aligned, spreads,
 )  # fmt: skip
+@example(9, 2048, 0, "random", torch.uint8, "even", True, 16)  # rows of whole tiles
+@example(1000, 1024, 1, "none", torch.float32, "floor", True, 254)
 def test_fp8_row_to_fp4_row(rows, k, seed, index, source, rounding, aligned, spread):
     checks.check_fp8_row_to_fp4_row("cuda", rows, k, seed, index, source, rounding, aligned, spread)
 
@@ -142,10 +144,12 @@ def test_many_groups():
 @sweep
 @given(
     st.sampled_from(strategies.FINITE_KINDS), st.integers(0, 3), st.integers(1, 300), st.integers(1, 300), seeds,
-    st.sampled_from(DTYPES), st.booleans(), aligned, st.booleans(),
+    st.sampled_from(DTYPES), st.booleans(), aligned, st.booleans(), st.sampled_from(list(formats.ORIENTATIONS)),
 )  # fmt: skip
-def test_weight_to_fp8(kind, experts, rows, k, seed, dtype, joined, aligned, poisoned):
-    checks.check_weight_to_fp8("cuda", kind, experts, rows, k, seed, dtype, joined, aligned, poisoned and experts > 0)
+def test_weight_to_fp8(kind, experts, rows, k, seed, dtype, joined, aligned, poisoned, orientation):
+    checks.check_weight_to_fp8(
+        "cuda", kind, experts, rows, k, seed, dtype, joined, aligned, poisoned and experts > 0, orientation
+    )
 
 
 @sweep
@@ -158,7 +162,10 @@ def test_weights_of_real_shapes(device):
     # DeepSeek-V3's experts, Qwen3's, and an I that is no multiple of 128.
     for rows, k in ((2048, 7168), (1536, 4096), (1416, 1024)):
         w1, w3 = (torch.randn(2, rows, k, device=device).bfloat16() * 0.02 for _ in range(2))
-        checks.assert_same(ops.weight_to_fp8(w1, w3), formats.weight_to_fp8(w1, w3), f"{rows} {k}")
+        both = formats.weight_to_fp8(w1, w3)
+        checks.assert_same(ops.weight_to_fp8(w1, w3), both, f"{rows} {k}")
+        checks.assert_same(ops.weight_to_fp8(w1, w3, orientation="rows"), (both[0], None), f"{rows} {k}")
+        checks.assert_same(ops.weight_to_fp8(w1, w3, orientation="transposed"), (None, both[1]), f"{rows} {k}")
         w2 = torch.randn(2, k, rows, device=device).bfloat16()
         checks.assert_same(ops.weight_to_fp8(w2), formats.weight_to_fp8(w2), f"{k} {rows}")
         gradient = torch.randn(2, 2 * rows, k, device=device)

@@ -183,6 +183,36 @@ def test_bytes_kept_are_the_formulas(setting):
     assert 0.9 * formula <= kept <= 1.1 * formula + routing + padding, (kept, formula)
 
 
+@pytest.mark.parametrize("recompute", ("activation", "fc1"))
+def test_fp8_weights_that_are_kept_and_that_are_not(recompute):
+    inputs = _inputs(seed=8)
+    t = {name: value.cuda().requires_grad_(value.is_floating_point()) for name, value in inputs.items()}
+    parameters = sum(t[name].numel() for name in ("w1", "w2", "w3"))
+    _run(_layer("mxfp4", "cuda"), inputs, "cuda")  # what libraries allocate for themselves
+    results, memory = {}, {}
+    for cache in ("step", "none"):
+        recipe = _recipe({"recipe": "mxfp4", "recompute": recompute, "weight_cache": cache})
+        spec = LayerSpec(HIDDEN, INTERMEDIATE, EXPERTS, 1, TOP_K)
+        layer = ExpertLayer(spec, recipe, None, gemm.choose("auto", "auto", "cuda"))
+
+        def forward(layer: ExpertLayer = layer) -> torch.Tensor:
+            return layer(t["x"], t["scores"], t["ids"], (t["w1"], t["w2"], t["w3"]))
+
+        before = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            forward()
+        held = [torch.cuda.memory_allocated() - before]
+        torch.autograd.grad(forward(), t["x"], t["dy"].detach())
+        held.append(torch.cuda.memory_allocated() - before)
+        memory[cache] = held
+        results[cache] = _run(layer, inputs, "cuda")
+    for name in NAMES:
+        assert torch.equal(results["step"][name], results["none"][name]), name
+    # Scales and the allocator's rounding apart, a byte a parameter after an evaluation, two after a backward.
+    assert max(memory["none"]) <= 0.02 * parameters, memory
+    assert all(n * parameters <= held <= 1.02 * n * parameters for n, held in enumerate(memory["step"], 1)), memory
+
+
 def test_all_tokens_on_few_experts_and_none():
     layer, inputs = _layer("mxfp4", "cuda"), _inputs(300, seed=5)
     inputs["ids"] = torch.arange(TOP_K).expand(300, TOP_K).contiguous()

@@ -52,6 +52,7 @@ class HostKernels:
     def replace(self, monkeypatch) -> None:
         """Let `ds_fp4.ops` treat host tensors as a GPU's."""
         monkeypatch.setattr(kernels, "launch", self.launch)
-        monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
-        monkeypatch.setattr(kernels, "BLOCKS_PER_MULTIPROCESSOR", 2)  # so that warps take several tiles
+        # Two blocks, so that warps take several tiles.
+        for module in (kernels, conversions):
+            monkeypatch.setattr(module, "grid_for", lambda threads, *_: min(-(-threads // kernels.THREADS), 2))
         monkeypatch.setattr(conversions, "_on_gpu", lambda t: isinstance(t, torch.Tensor))

@@ -88,10 +88,10 @@ def test_small_cases_run(on_host, name):
         assert rows * k <= padded <= (rows + 8 * 128) * k * 1.02
 
 
-@pytest.mark.parametrize("name", ["weight_to_fp8", "split_weight_gradient"])
+@pytest.mark.parametrize("name", sorted({case.name for case in weight_cases.CASES}))
 def test_small_weight_cases_run(on_host, name):
     case = next(c for c in weight_cases.CASES if c.name == name and "small" in c.shapes)
-    size = {"weight_to_fp8": 2 + 2, "split_weight_gradient": 4 + 2}[name]
+    size = 4 + 2 if name == "split_weight_gradient" else 2 + (2 if name == "weight_to_fp8" else 1)
     assert kernels.measure(case, CPU, with_peer=False)["bytes"] == pytest.approx(2 * 128 * 512 * size, rel=0.01)
 
 

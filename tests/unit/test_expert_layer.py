@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -267,16 +269,31 @@ def test_one_expert_as_matrices():
 # FP8 copies of the weights
 
 
+FORWARD, BACKWARD = ("w13", "w2"), ("w13_t", "w2_t")
+
+
+def _times(forward: int, backward: int, w13_again: int = 0) -> dict[str, int]:
+    """Expected quantizations, those that are none left out."""
+    times = {**dict.fromkeys(FORWARD, forward), **dict.fromkeys(BACKWARD, backward)}
+    times["w13"] += w13_again
+    return {operand: n for operand, n in times.items() if n}
+
+
 class _Counted:
-    """A layer whose quantizations of weights are counted."""
+    """A layer whose quantizations of weights are counted by operand, and the most bytes of codes alive at a time."""
 
     def __init__(self, **experts: str) -> None:
-        self.layer, self.count = make_layer(recipe_of(**experts)), 0
+        self.layer, self.counts = make_layer(recipe_of(**experts)), Counter()
+        self.most = 0
+        self._alive: list[weakref.ref] = []
         original = self.layer.cache._quantize
 
-        def counting(weights):
-            self.count += 1
-            return original(weights)
+        def counting(weights, operand):
+            self.counts[operand] += 1
+            codes, scales = original(weights, operand)
+            self._alive.append(weakref.ref(codes))
+            self.most = max(self.most, sum(t.nbytes for t in (alive() for alive in self._alive) if t is not None))
+            return codes, scales
 
         self.layer.cache._quantize = counting
 
@@ -286,13 +303,64 @@ def test_weights_are_quantized_once_until_they_change():
     counted = _Counted()
     for _ in range(4):
         problem.run(counted.layer)
-    assert counted.count == 1
+    assert counted.counts == _times(1, 1)
     weights_changed()
     problem.run(counted.layer)
-    assert counted.count == 2
-    always = _Counted(weight_cache="none")
-    problem.run(always.layer)
-    assert always.count == 2  # forward and backward
+    assert counted.counts == _times(2, 2)
+    # One byte a parameter and orientation; those of the old weights went before.
+    assert counted.most == 2 * sum(w.numel() for w in problem.weights)
+
+
+@pytest.mark.parametrize("recompute", ("activation", "fc1"))
+def test_without_a_cache_every_use_quantizes_what_it_needs(recompute):
+    problem = make_problem(tokens=20)
+    expected = problem.run(make_layer(recipe_of(recompute=recompute)))
+    counted = _Counted(weight_cache="none", recompute=recompute)
+    for run in (1, 2):
+        _equal(problem.run(counted.layer), expected)
+        assert counted.counts == _times(run, run, run if recompute == "fc1" else 0)
+    # None outlives its GEMM.
+    assert counted.most == sum(problem.weights[kind].numel() for kind in (0, 2))
+    assert not counted.layer.cache._kept
+
+
+@pytest.mark.parametrize("without", (torch.no_grad, torch.inference_mode))
+@pytest.mark.parametrize("cache", ("step", "none"))
+def test_without_a_backward_nothing_is_transposed(cache, without):
+    problem = make_problem(tokens=20)
+    counted = _Counted(weight_cache=cache)
+    evaluations = 3
+    with without():
+        for _ in range(evaluations):
+            counted.layer(problem.x, problem.scores, problem.expert_ids, problem.weights)
+    forwards = 1 if cache == "step" else evaluations
+    assert counted.counts == _times(forwards, 0)
+    # A backward makes the rest; what the evaluation made is good for its forward.
+    _equal(problem.run(counted.layer), problem.run(make_layer()))
+    assert counted.counts == _times(forwards + (cache == "none"), 1)
+
+
+@pytest.mark.parametrize("recompute", ("activation", "fc1"))
+def test_weights_that_change_before_backward(recompute):
+    """Backward takes them as they are then, all of its operands, as DeepSpeed's own would."""
+    results = []
+    for cache in ("step", "none"):
+        problem = make_problem(tokens=20)
+        counted = _Counted(weight_cache=cache, recompute=recompute)
+        output = counted.layer(problem.x, problem.scores, problem.expert_ids, problem.weights)
+        assert counted.counts == _times(1, 0)
+        for weight in problem.weights:
+            weight.data.mul_(-3)  # as an optimizer does, unseen by autograd
+        weights_changed()
+        output.backward(problem.dy)
+        assert counted.counts == _times(1, 1, 1 if recompute == "fc1" else 0)
+        results.append({"output": output, **{name: leaf.grad for name, leaf in problem.leaves().items()}})
+        # Nothing of the old weights is left for the next forward.
+        after = problem.run(counted.layer)
+        _equal(after, problem.run(make_layer(recipe_of(recompute=recompute))))
+        if recompute == "fc1":  # nothing of the first forward entered that backward
+            assert torch.equal(results[-1]["x"], after["x"])
+    _equal(*results)
 
 
 def test_changes_by_hand_are_noticed():
@@ -336,8 +404,8 @@ def test_of_weights_that_come_and_go_no_copy_stays(checkpointed):
     # Non-reentrant checkpointing hands backward detached weights, which bear no mark.
     output = checkpoint(counted.layer, *arguments, use_reentrant=False) if checkpointed else counted.layer(*arguments)
     output.backward(problem.dy)
-    assert counted.count == (3 if checkpointed else 2)
-    assert counted.layer.cache._kept is None
+    assert counted.counts == _times(2 if checkpointed else 1, 1)
+    assert not counted.layer.cache._kept
 
 
 # What is kept

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ds_fp4 import formats
+from tests.kernel_checks import assert_same
 
 X = torch.randn(4, 128, dtype=torch.bfloat16)
 FP4 = formats.bf16_to_fp4_row(X)
@@ -227,6 +228,25 @@ CASES = {
         lambda: formats.fp4_row_to_fp8_col(*FP4, SIZES, out=(u8(128), torch.zeros(128, 2))),
         "out's q must have shape (32768,), got (128,)",
     ),
+    # weights
+    "orientation": (
+        lambda: formats.weight_to_fp8(X[None], orientation="columns"),
+        "orientation must be one of 'both', 'rows', 'transposed', got 'columns'",
+    ),
+    "out of another orientation": (
+        lambda: formats.weight_to_fp8(X[None], orientation="rows", out=formats.weight_to_fp8(X[None])),
+        "out's (q_t, scales_t) must be None with orientation 'rows', got tuple",
+    ),
+    "out of another orientation, transposed": (
+        lambda: formats.weight_to_fp8(X[None], orientation="transposed", out=formats.weight_to_fp8(X[None])),
+        "out's (q, scales) must be None with orientation 'transposed', got tuple",
+    ),
+    "out's transposed shape": (
+        lambda: formats.weight_to_fp8(
+            X[None], orientation="transposed", out=(None, formats.weight_to_fp8(X[None])[0])
+        ),
+        "out's q_t must have shape (1, 128, 4), got (1, 4, 128)",
+    ),
 }
 
 
@@ -243,6 +263,16 @@ def test_out_is_untouched_when_a_check_fails():
     with pytest.raises(ValueError):
         formats.bf16_to_fp4_row(X, "nearest", out=(packed, scales))
     assert (packed == 9).all() and (scales == 9).all()
+
+
+@pytest.mark.parametrize("w3", [None, -X[None]], ids=("w1", "w1, w3"))
+def test_one_orientation_of_weights(w3):
+    rows, transposed = formats.weight_to_fp8(X[None], w3)
+    for orientation, expected in (("rows", (rows, None)), ("transposed", (None, transposed))):
+        out = tuple(pair and tuple(torch.zeros_like(t) for t in pair) for pair in expected)
+        for given in (None, out):
+            assert_same(formats.weight_to_fp8(X[None], w3, orientation=orientation, out=given), expected, orientation)
+        assert_same(out, expected, orientation)
 
 
 def test_no_rows_are_no_error():

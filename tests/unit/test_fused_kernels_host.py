@@ -129,6 +129,15 @@ def test_combine_rows_values(row_format, out_format, kind):
     checks.check_combine_rows("cpu", 40, 60, 512, row_format=row_format, out_format=out_format, kind=kind, poison=5)
 
 
+@pytest.mark.parametrize("row_format", ["mxfp4", "fp8"])
+@pytest.mark.parametrize("k", [512, 2112, 7168])
+def test_combine_rows_lists_of_one_length(row_format, k):
+    for longest in (2, 6, 35):
+        checks.check_combine_rows(
+            "cpu", 9, 20, k, row_format=row_format, out_format="bf16", longest=longest, one_length=True
+        )
+
+
 def test_combine_rows_empty():
     checks.check_combine_rows("cpu", 0, 5, 64, row_format="bf16", out_format="bf16")
     checks.check_combine_rows("cpu", 5, 0, 64, row_format="bf16", out_format="mxfp4", longest=0)

@@ -5,6 +5,7 @@
 import pytest
 import torch
 
+from ds_fp4 import formats
 from ds_fp4.ops import kernels
 from tests import kernel_checks as checks
 from tests import strategies
@@ -29,9 +30,10 @@ def _sizes(*sizes: int) -> torch.Tensor:
     return torch.tensor(sizes, dtype=torch.int32)
 
 
-# Shapes: one row, rows that are no multiple of 4, several tiles a row, a short last group, widths of every alignment.
-FP4_SHAPES = [(1, 32), (5, 1056), (4, 512), (9, 160)]
-FP8_SHAPES = [(1, 16), (5, 1040), (4, 512), (9, 130), (3, 7)]
+# Shapes: one row, rows that are no multiple of 8, several tiles a row and several stripes of them, a short last group,
+# rows of whole tiles of either size, widths of every alignment.
+FP4_SHAPES = [(1, 32), (5, 1056), (4, 512), (9, 160), (19, 1024), (3, 2048)]
+FP8_SHAPES = [(1, 16), (5, 1040), (8, 512), (9, 130), (3, 7), (17, 2576)]
 INDICES = ("none", "random", "absent")
 
 
@@ -60,6 +62,14 @@ def test_fp8_row_to_fp4_row(rounding, index, aligned):
     for seed, (rows, k) in enumerate(FP4_SHAPES):
         for source in SOURCES:
             checks.check_fp8_row_to_fp4_row("cpu", rows, k, seed, index, source, rounding, aligned, spread=254)
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_warps_take_several_quads(index):
+    for k in (3104, 3072):
+        checks.check_fp4_row_to_fp8_row("cpu", 21, k, 0, index, "gemm", True, 24)
+        checks.check_fp8_row_to_fp8_row("cpu", 21, k, 1, index, torch.uint8, "gemm", True, spread=24)
+        checks.check_fp8_row_to_fp4_row("cpu", 21, k, 2, index, torch.uint8, "even", True, spread=24)
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -137,7 +147,17 @@ def test_weight_to_fp8(dtype, aligned):
     for seed, kind in enumerate(strategies.FINITE_KINDS):
         experts, rows, k = shapes[seed % len(shapes)]
         for joined in (True, False):
-            checks.check_weight_to_fp8("cpu", kind, experts, rows, k, seed, dtype, joined, aligned, seed % 2 == 1)
+            for orientation in formats.ORIENTATIONS:
+                checks.check_weight_to_fp8(
+                    "cpu", kind, experts, rows, k, seed, dtype, joined, aligned, seed % 2 == 1, orientation
+                )
+
+
+def test_rows_of_weights_need_no_aligned_columns(host):
+    # N = 132 is no multiple of 16, which only transposed codes ask for.
+    for orientation, vector in (("rows", "true"), ("transposed", "false"), ("both", "false")):
+        checks.check_weight_to_fp8("cpu", "gaussian", 2, 132, 64, 0, torch.bfloat16, False, orientation=orientation)
+        assert host.launched[-1] == f"weight_to_fp8<Bf16, {vector}>", orientation
 
 
 @pytest.mark.parametrize("aligned", [True, False])
