@@ -10,6 +10,7 @@ of what is tested.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import socket
@@ -28,6 +29,9 @@ _PRELOAD = [
     "transformers.models.mixtral.modeling_mixtral",
     "tests.distributed.models",
 ]
+
+
+_AFTER_A_FAILURE_S = 15.0
 
 
 class RankFailure(AssertionError):
@@ -146,9 +150,15 @@ def run_ranks(
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        started = time.monotonic()
+        deadline = started + timeout
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            multiprocessing.connection.wait(
+                [p.sentinel for p in processes if p.is_alive()], deadline - time.monotonic()
+            )
+            if any(process.exitcode for process in processes):
+                # What the others do now is wait for it, some of them as long as gloo does.
+                deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE_S)
         results, errors = [], []
         for rank, process in enumerate(processes):
             alive = process.is_alive()
@@ -161,7 +171,11 @@ def run_ranks(
                     succeeded, value = pickle.load(file)
             else:
                 succeeded = False
-                value = f"did not finish in {timeout} s" if alive else f"died with exit code {process.exitcode}"
+                value = (
+                    f"was still running after {time.monotonic() - started:.0f} s"
+                    if alive
+                    else f"died with exit code {process.exitcode}"
+                )
             results.append(value if succeeded else None)
             errors.append(None if succeeded else value)
     if any(error is not None for error in errors):
