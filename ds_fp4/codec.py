@@ -22,7 +22,8 @@ from ds_fp4.formats import FP8_GROUP, MXFP4_BLOCK
 RECORD_ALIGNMENT = 16
 
 
-def _align(size: int, alignment: int) -> int:
+def align_up(size: int, alignment: int) -> int:
+    """`size` rounded up to a multiple of `alignment`."""
     return -(-size // alignment) * alignment
 
 
@@ -48,10 +49,10 @@ class Mxfp4Codec:
     def __init__(self, hidden: int, scale_rounding: str = "even") -> None:
         self.hidden = hidden
         self.scale_rounding = scale_rounding
-        self.columns = _align(hidden, MXFP4_BLOCK)
+        self.columns = align_up(hidden, MXFP4_BLOCK)
         self.packed_bytes = self.columns // 2
         self.data_bytes = self.packed_bytes + self.columns // MXFP4_BLOCK
-        self.record_bytes = _align(self.data_bytes, RECORD_ALIGNMENT)
+        self.record_bytes = align_up(self.data_bytes, RECORD_ALIGNMENT)
 
     def split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views (packed, scales) of records."""
@@ -82,8 +83,8 @@ class Fp8Codec:
 
     def __init__(self, hidden: int) -> None:
         self.hidden = hidden
-        self.data_bytes = hidden + _align(hidden, FP8_GROUP) // FP8_GROUP
-        self.record_bytes = _align(self.data_bytes, RECORD_ALIGNMENT)
+        self.data_bytes = hidden + align_up(hidden, FP8_GROUP) // FP8_GROUP
+        self.record_bytes = align_up(self.data_bytes, RECORD_ALIGNMENT)
 
     def split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views (q, scales) of records."""

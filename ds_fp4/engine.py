@@ -122,6 +122,7 @@ def _check_epochs() -> None:
 def _ending_an_epoch(method: Callable) -> Callable:
     @functools.wraps(method)
     def changes_weights(*args: Any, **kwargs: Any) -> Any:
+        weights_changed()  # frees the copies before the optimizer needs memory
         try:
             return method(*args, **kwargs)
         finally:

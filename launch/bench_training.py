@@ -7,7 +7,8 @@
     deepspeed --num_gpus 2 launch/bench_training.py --autoep gate_up_impl=fused combine_impl=fused_weighted_sum
 
 The default shape is 4 MoE layers of DeepSeek-V3's with 32 experts, expert-parallel over all ranks. One engine trains
-with one recipe after the other on the same batches. Columns, of the rank where they are worst:
+with one recipe after the other on the same batches, and with BF16 once more at the end, which shows how much the
+machine drifts. Columns, of the rank where they are worst:
 
 - tokens/s: per rank, of the median optimizer step (forward and backward of every micro-batch, and the step);
 - above model state: the allocator's peak over whole steps less what parameters, gradients and optimizer hold between
@@ -51,7 +52,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--recipes",
         nargs="+",
-        default=["bf16", "fp8", "mxfp4"],
+        default=["bf16", "fp8", "mxfp4", "bf16"],
         metavar="RECIPE",
         help="bf16, fp8 or mxfp4, with keys of `experts` after a colon: mxfp4:recompute=fc1,weight_cache=none",
     )

@@ -13,13 +13,9 @@ from __future__ import annotations
 import torch
 
 from ds_fp4 import ops
-from ds_fp4.codec import RECORD_ALIGNMENT, make_codec
+from ds_fp4.codec import RECORD_ALIGNMENT, align_up, make_codec
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def _align(size: int) -> int:
-    return -(-size // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 
 class RecordFormat:
@@ -35,9 +31,9 @@ class RecordFormat:
         codec = make_codec(name, hidden, scale_rounding)
         self._codec = codec
         self._data_bytes = 2 * hidden if codec is None else codec.data_bytes
-        self.front_bytes = _align(self._data_bytes)
+        self.front_bytes = align_up(self._data_bytes, RECORD_ALIGNMENT)
         self.tail_data_bytes = tail_bytes
-        self.record_bytes = self.front_bytes + _align(tail_bytes)
+        self.record_bytes = self.front_bytes + align_up(tail_bytes, RECORD_ALIGNMENT)
 
     def allocate(self, rows: int, device: torch.device, front_only: bool = False) -> torch.Tensor:
         """New records uint8 [rows, bytes], padding cleared."""

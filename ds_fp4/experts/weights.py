@@ -4,13 +4,15 @@
 
 A stale copy would train wrong without a word, and DeepSpeed's optimizers change weights in ways that
 `Tensor._version` does not show (they write through `.data` and flat buffers). So copies belong to an epoch, which the
-engine's optimizer step and everything that loads weights end (`ds_fp4.engine`); `_version` and the address are looked
-at besides, for changes made by hand. Under ZeRO-3 a parameter's memory comes and goes, and nothing is kept.
+engine's optimizer step and everything that loads weights end (`ds_fp4.engine`), and are freed with it; `_version` and
+the address are looked at besides, for changes made by hand. Under ZeRO-3 a parameter's memory comes and goes, and
+nothing is kept.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -26,6 +28,7 @@ OPERANDS: tuple[Operand, ...] = ("w13", "w2", "w13_t", "w2_t")
 
 _epochs = itertools.count(1)
 _epoch = 0
+_caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
 
 
 def weights_changed() -> None:
@@ -33,10 +36,12 @@ def weights_changed() -> None:
 
     Needed after writes through `.data` (an exponential moving average swapped in, for example) and after steps of the
     optimizer that the engine does not know of (`engine.optimizer.step()`); in-place operations on the parameters
-    themselves are noticed.
+    themselves are noticed. All FP8 copies of this process are freed; the next forward makes new ones.
     """
     global _epoch
     _epoch = next(_epochs)
+    for cache in _caches:
+        cache.free()
 
 
 def quantize(weights: Sequence[torch.Tensor], operand: Operand) -> Pair:
@@ -94,6 +99,11 @@ class WeightCache:
         self._keep, self._quantize = keep, quantize
         self._key: tuple | None = None
         self._kept: dict[Operand, Pair] = {}
+        _caches.add(self)
+
+    def free(self) -> None:
+        """Let go of what is kept."""
+        self._kept, self._key = {}, None
 
     def get(self, weights: Sequence[torch.Tensor], operand: Operand, keep: bool = True) -> Pair:
         """An FP8 operand of these weights as they are now; `keep` False if they are known to come and go.

@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_fp4.experts import weights_changed
+from ds_fp4.experts.weights import WeightCache
 from tests.unit.expert_cases import (
     EXPERTS,
     HIDDEN,
@@ -547,3 +548,14 @@ def test_layers_that_cannot_be_computed(spec, reason):
 
 def test_the_counting_backend_is_the_emulation():
     assert CountingBackend.name == "emulation"
+
+
+def test_fp8_weights_are_freed_when_their_epoch_ends():
+    cache = WeightCache(keep=True)
+    parameters = [torch.randn(2, 128, 128, dtype=torch.bfloat16) for _ in range(3)]
+    kept = weakref.ref(cache.get(parameters, "w13")[0])
+    gc.collect()
+    assert kept() is not None
+    weights_changed()
+    gc.collect()
+    assert kept() is None
