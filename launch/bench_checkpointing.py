@@ -4,6 +4,7 @@
 
     deepspeed --num_gpus 2 launch/bench_checkpointing.py
     deepspeed --num_gpus 2 launch/bench_checkpointing.py --variants none torch layers-mxfp4 layers-mxfp4-offload
+    for try in 1 2 3; do deepspeed --num_gpus 2 launch/bench_checkpointing.py --output a.json && break; done
 
 The default shape is DeepSeek-V3's with 4 layers (1 dense), 32 experts, expert-parallel over all ranks. The model is
 made on the device, and one engine runs all variants, one after the other, on the same batch: checkpointing is taken
@@ -14,16 +15,23 @@ off and put on between them. Columns, of the rank where they are largest:
 - after forward: what the allocator holds after the forward more than before it (logits and loss included);
 - peak: of the allocator over whole steps, more than before them (weights, optimizer and gradient buffers apart);
 - tokens/s: per rank, of the median step, with forward, backward and optimizer.
+
+With --output, the same command again goes on with the variants that are missing. A variant that fails ends a run of
+several ranks (the others may wait for the failed one, and what they have sent cannot be taken back), as does one that
+takes longer than --limit; it is tried once more after all others.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import gc
 import json
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -64,11 +72,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=DEFAULT, metavar="NAME", help=", ".join(VARIANTS)
     )
-    parser.add_argument("--recipe", default="bf16", choices=("bf16", "fp8", "mxfp4"), help="of the all-to-all")
+    parser.add_argument("--recipe", default="bf16", choices=("bf16", "fp8", "mxfp4"), help="of the MoE layers")
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--micro-batch-size", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each variant")
     parser.add_argument("--warmup", type=int, default=1, help="besides the step whose kept bytes are counted")
+    parser.add_argument(
+        "--limit", type=int, default=180, metavar="SECONDS", help="longest time of a variant (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="a JSON file for all numbers, rewritten after each variant")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -106,6 +117,22 @@ def build_engine(args: argparse.Namespace, device: torch.device) -> deepspeed.De
     return engine
 
 
+def targets_of(model: torch.nn.Module, variant: str) -> dict[str, torch.nn.Module]:
+    """The modules that a variant in PACKED checkpoints."""
+    layers = find_layers(model)
+    own_saving = {layer.name for layer in layers if isinstance(layer.module, ExpertLevelLayer)}
+    return checkpointing.find_targets(model, layers, variant.partition("-")[0], own_saving)
+
+
+def why_not(engine: deepspeed.DeepSpeedEngine, variant: str, device: torch.device) -> str | None:
+    """Why a variant would measure nothing of its own; None if it does."""
+    if variant == "torch-offload" and device.type != "cuda":
+        return "wants pinned memory"
+    if variant in PACKED and not targets_of(engine.module, variant):
+        return "ds_fp4 computes the experts of every MoE layer, which keep packed activations in every variant"
+    return None
+
+
 def choose(engine: deepspeed.DeepSpeedEngine, variant: str) -> None:
     """Make `engine` checkpoint as `variant` says."""
     model = engine.module
@@ -114,11 +141,9 @@ def choose(engine: deepspeed.DeepSpeedEngine, variant: str) -> None:
     if variant in ("torch", "torch-offload"):
         model.gradient_checkpointing_enable({"use_reentrant": False}, offload=variant == "torch-offload")
     elif variant in PACKED:
-        scope, format, *rest = variant.split("-")
+        _, format, *rest = variant.split("-")
         options = CheckpointOptions(format, "inexact" not in rest, "cpu" if "offload" in rest else "none")
-        layers = find_layers(model)
-        own_saving = {layer.name for layer in layers if isinstance(layer.module, ExpertLevelLayer)}
-        checkpointing.install(model, checkpointing.find_targets(model, layers, scope, own_saving), options)
+        checkpointing.install(model, targets_of(model, variant), options)
 
 
 class Kept:
@@ -253,45 +278,158 @@ def report(args: argparse.Namespace, device: torch.device, rows: list[dict]) -> 
     )
 
 
-def write(args: argparse.Namespace, rows: list[dict]) -> None:
-    """All numbers so far: a run that is cut short leaves what it has."""
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        values = {"arguments": {key: str(value) for key, value in vars(args).items()}, "rows": rows}
-        args.output.write_text(json.dumps(values, indent=2) + "\n")
+class Record:
+    """What is known so far, in --output if there is one: a run that is cut short leaves what it has.
+
+    Attributes:
+        rows: the variants that were measured.
+        tries: for each of the others, what became of each attempt.
+    """
+
+    TRIES = 2
+    UNKNOWN = "did not end"  # what stands there if nothing else is ever written: killed, or a rank waits for another
+
+    def __init__(self, path: Path | None, arguments: dict) -> None:
+        self.path, self.arguments = path, arguments
+        self.rows: list[dict] = []
+        self.tries: dict[str, list[str]] = {}
+        if path and path.is_file():
+            found = json.loads(path.read_text())
+            if found.get("arguments") != arguments:
+                raise ValueError(
+                    f"{path} has numbers of other arguments: {found.get('arguments')}, now {arguments}. Give another "
+                    "--output, or remove the file."
+                )
+            self.rows, self.tries = found["rows"], found["tries"]
+
+    def todo(self, variants: list[str]) -> list[str]:
+        """What to measure, in order: what was not tried first, what failed once at the end."""
+        done = {row["variant"] for row in self.rows}
+        left = [v for v in dict.fromkeys(variants) if v not in done and len(self.tries.get(v, ())) < self.TRIES]
+        return sorted(left, key=lambda v: len(self.tries.get(v, ())))
+
+    def begin(self, variant: str) -> None:
+        self.tries.setdefault(variant, []).append(self.UNKNOWN)
+        self._write()
+
+    def failed(self, variant: str, why: str) -> None:
+        """On any rank: only the first knows all rows, and it may be waiting for this one."""
+        if self.path and self.path.is_file():
+            found = json.loads(self.path.read_text())
+            self.rows, self.tries = found["rows"], found["tries"]
+        tries = self.tries.setdefault(variant, [self.UNKNOWN])
+        if tries[-1] == self.UNKNOWN:  # else another rank's failure is the cause of this one
+            tries[-1] = why
+        self._write()
+
+    def finished(self, row: dict) -> None:
+        self.tries.pop(row["variant"], None)
+        self.rows.append(row)
+        self.rows.sort(key=lambda row: VARIANTS.index(row["variant"]))
+        self._write()
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        values = {"arguments": self.arguments, "rows": self.rows, "tries": self.tries}
+        part = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        part.write_text(json.dumps(values, indent=2) + "\n")
+        part.replace(self.path)  # at once: a failing rank writes too
+
+
+def read_record(args: argparse.Namespace) -> Record:
+    """The first rank's record on every rank, so that all do the same variants. Raises on every rank if it cannot."""
+    keys = ("model", "model_args", "recipe", "seq_len", "micro_batch_size", "steps", "warmup")
+    arguments = {key: getattr(args, key) for key in keys} | {"ranks": dist.get_world_size()}
+    sent: list = [None]
+    if dist.get_rank() == 0:
+        try:
+            sent = [Record(args.output, arguments)]
+        except (ValueError, KeyError) as error:
+            sent = [error]
+    dist.broadcast_object_list(sent)
+    if isinstance(sent[0], Exception):
+        raise sent[0]
+    return sent[0]
+
+
+def measure_all(
+    variants: list[str], record: Record, measure: Callable[[str], dict], limit: int, say: Callable[..., None]
+) -> None:
+    """Measure one variant after the other. Ends the process if one of several ranks fails or `limit` seconds are over.
+
+    Args:
+        measure: a row of a variant's numbers; collective.
+    """
+    rank, failure = dist.get_rank(), None
+    for number, variant in enumerate(variants, 1):
+        say(f"{variant} ({number} of {len(variants)})", flush=True)
+        faulthandler.dump_traceback_later(limit, exit=True)
+        if rank == 0:
+            record.begin(variant)
+        dist.barrier()  # what a failing rank adds to the record is added to this
+        begun = time.perf_counter()
+        try:
+            row = measure(variant)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}".strip()
+        faulthandler.cancel_dump_traceback_later()
+        if failure is not None:
+            print(f"{variant} failed on rank {rank}: {failure}", flush=True)
+            record.failed(variant, failure)
+            if dist.get_world_size() > 1:
+                sys.stderr.flush()
+                os._exit(1)  # not through destructors, which wait for the other ranks
+            failure = None
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            continue
+        if rank == 0:
+            record.finished(row)
+        say(f"{time.perf_counter() - begun:.1f} s: {json.dumps(row)}", flush=True)
 
 
 def main() -> None:
     args = parse_args()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     started = time.perf_counter()
+    # A rank that fails while the engine is built leaves the others waiting too.
+    faulthandler.dump_traceback_later(2 * args.limit, exit=True)
     device = start_distributed()
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
-    engine = build_engine(args, device)
-    if device.type == "cuda":
-        ds_fp4.ops.load_kernels()
-    elif "torch-offload" in args.variants:
-        args.variants.remove("torch-offload")  # wants pinned memory
-    say(f"model and kernels ready after {time.perf_counter() - started:.0f} s", flush=True)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (args.micro_batch_size, args.seq_len)
-    tokens = torch.randint(0, engine.module.config.vocab_size, shape, generator=generator).to(device)
-    rows = []
-    for variant in args.variants:
-        begun = time.perf_counter()
-        try:
-            rows.append(measure(engine, tokens, variant, args))
-        except torch.cuda.OutOfMemoryError:
-            # On every rank or none: they run the same shapes.
-            say(f"{variant}: out of memory", flush=True)
-            engine.module.zero_grad()
-            torch.cuda.empty_cache()
-            continue
-        say(f"{time.perf_counter() - begun:.1f} s: {json.dumps(rows[-1])}", flush=True)
-        if dist.get_rank() == 0:
-            write(args, rows)
-    if rows:
-        say(f"\n{report(args, device, rows)}", flush=True)
+    record = read_record(args)
+    todo = record.todo(args.variants)
+    if todo:
+        engine = build_engine(args, device)
+        if device.type == "cuda":
+            ds_fp4.ops.load_kernels()
+        faulthandler.cancel_dump_traceback_later()
+        say(f"model and kernels ready after {time.perf_counter() - started:.0f} s", flush=True)
+        for variant in list(todo):
+            reason = why_not(engine, variant, device)
+            if reason is not None:
+                say(f"{variant} is left out: {reason}", flush=True)
+                todo.remove(variant)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        shape = (args.micro_batch_size, args.seq_len)
+        tokens = torch.randint(0, engine.module.config.vocab_size, shape, generator=generator).to(device)
+
+        def measure_variant(variant: str) -> dict:
+            try:
+                return measure(engine, tokens, variant, args)
+            except Exception:
+                engine.module.zero_grad()
+                raise
+
+        measure_all(todo, record, measure_variant, args.limit, say)
+    faulthandler.cancel_dump_traceback_later()
+    if record.rows:
+        say(f"\n{report(args, device, record.rows)}", flush=True)
+    for variant, tries in record.tries.items():
+        say(f"{variant} failed: {tries[-1]}", flush=True)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -8,13 +8,15 @@
 All options but these three are launch/pretrain.py's. Each job is that script under torchrun with a port and a log of
 its own; it takes the next run that no other job has taken until none is left. Losses are those of one job that does
 them all: a run depends on its entry, its seed and the number of processes alone. GPUs are dealt out in groups of
---processes, and jobs share a group where there are more jobs than groups.
+--processes, and jobs share a group where there are more jobs than groups. A job that fails stops the others, unless
+--keep-going is given: then another takes its place, and the table has what there is.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -47,6 +50,9 @@ def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, argpa
     parser.add_argument("--processes", type=int, default=2, help="of each job (default: %(default)s)")
     parser.add_argument(
         "--keep", action="store_true", help="keep the runs in --output that were finished with the same options"
+    )
+    parser.add_argument(
+        "--keep-going", action="store_true", help="a failed run does not stop the others; it is named at the end"
     )
     args, words = parser.parse_known_args(argv)
     training = parse_pretrain_args(words)
@@ -79,6 +85,12 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
+def _die_with_parent() -> None:
+    # Linux: SIGTERM to this process when the one that started it is gone, killed outright included.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
 def start(words: list[str], processes: int, gpus: str | None, port: int, share: str, log: Path) -> subprocess.Popen:
     """One job in a session of its own, so that it can be stopped with all its processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
@@ -86,7 +98,13 @@ def start(words: list[str], processes: int, gpus: str | None, port: int, share: 
     environment = {**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})}
     with open(log, "w") as file:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
 
 
@@ -103,8 +121,30 @@ def stop(jobs: list[subprocess.Popen]) -> None:
                 job.wait(max(0.0, deadline - time.monotonic()))
 
 
-def wait(jobs: list[subprocess.Popen], logs: list[Path], output: Path, names: list[str]) -> None:
-    """Until all jobs have ended; says which runs have finished. RuntimeError as soon as a job fails."""
+def excerpt(log: Path) -> str:
+    """What a failed job's log says about the cause."""
+    text = log.read_text(errors="replace")
+    # What torchrun says at the end is about processes that it stopped: the first error is the cause.
+    cause = text.find("Traceback (most recent call last)")
+    return text[-LOG_EXCERPT:] if cause < 0 else text[cause:][:LOG_EXCERPT]
+
+
+def wait(
+    jobs: list[subprocess.Popen],
+    logs: list[Path],
+    output: Path,
+    names: list[str],
+    replace: Callable[[int], subprocess.Popen | None] | None = None,
+) -> list[str]:
+    """Until all jobs have ended; says which runs have finished.
+
+    Args:
+        replace: called with the number of a job that failed, returns one in its place if there is more to do. None
+            raises RuntimeError instead.
+
+    Returns:
+        The runs without a result, if `replace` is given; else these are a RuntimeError as well.
+    """
     started, missing = time.monotonic(), list(names)
     running = True
     while running:
@@ -119,20 +159,23 @@ def wait(jobs: list[subprocess.Popen], logs: list[Path], output: Path, names: li
                 f"{time.monotonic() - started:.0f} s)",
                 flush=True,
             )
-        for job, log in zip(jobs, logs, strict=True):
-            if job.poll():
-                text = log.read_text(errors="replace")
-                # What torchrun says at the end is about processes that it stopped: the first error is the cause.
-                cause = text.find("Traceback (most recent call last)")
-                excerpt = text[-LOG_EXCERPT:] if cause < 0 else text[cause:][:LOG_EXCERPT]
-                raise RuntimeError(
-                    f"{log.stem} ended with exit code {job.returncode}; the others were stopped. From {log}:\n\n"
-                    f"{excerpt}"
-                )
+        for number, (job, log) in enumerate(zip(jobs, logs, strict=True)):
+            if not job.poll():
+                continue
+            ended = f"{log.stem} ended with exit code {job.returncode}"
+            if replace is None:
+                raise RuntimeError(f"{ended}; the others were stopped. From {log}:\n\n{excerpt(log)}")
+            if not getattr(job, "reported", False):
+                job.reported = True
+                print(f"{ended}. From {log}:\n\n{excerpt(log)}\n", flush=True)
+                instead = replace(number)
+                if instead is not None:
+                    jobs[number], running = instead, True
         if running:
             time.sleep(0.5)
-    if missing:
+    if missing and replace is None:
         raise RuntimeError(f"No job failed, but these runs have no result: {', '.join(missing)}. See {logs[0]}.")
+    return missing
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -158,19 +201,42 @@ def main(argv: list[str] | None = None) -> None:
         for name in set(names.values()) - set(todo):
             Path(share, name).touch()
         jobs: list[subprocess.Popen] = []
+
+        def start_job(i: int, port: int) -> subprocess.Popen:
+            return start(words, args.processes, groups[i % len(groups)], port, share, logs[i])
+
+        def replace(i: int) -> subprocess.Popen | None:
+            claimed = {path.name for path in Path(share).iterdir()}
+            lost = [name for name in todo if name in claimed and read_run(output, name) is None]
+            # Each running job may hold one claim. A job that took no run would fail again.
+            if len(claimed) >= len(names) or len(lost) - len(given_up) <= sum(job.poll() is None for job in jobs):
+                return None
+            given_up.append(i)
+            logs[i] = output / f"job{i}-{len(given_up)}.log"
+            return start_job(i, free_ports(1)[0])
+
+        given_up: list[int] = []
+        # Told to stop, it must not leave its jobs on the GPUs.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("launch/jobs.py: told to stop"))
         try:
             for i in range(count):
-                jobs.append(start(words, args.processes, groups[i % len(groups)], ports[i], share, logs[i]))
-            wait(jobs, logs, output, todo)
+                jobs.append(start_job(i, ports[i]))
+            missing = wait(jobs, logs, output, todo, replace if args.keep_going else None)
         except RuntimeError as error:
             sys.exit(f"launch/jobs.py: {error}")
         finally:
             stop(jobs)
+            signal.signal(signal.SIGTERM, before)
     results: Results = {label: {} for label in labels}
     for (label, seed), name in names.items():
-        results[label][seed] = (run := read_run(output, name)).summary
+        if (found := read_run(output, name)) is not None:
+            results[label][seed] = (run := found).summary
+    if not any(results.values()):
+        sys.exit("launch/jobs.py: no run has a result.")
     notes = [f"Up to {count} jobs ran at a time: tokens/s is what was left to each."] if count > 1 else []
     report(results, output, run.title, notes)
+    if missing:
+        sys.exit(f"launch/jobs.py: these runs have no result: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -151,3 +157,68 @@ def test_checkpointing_configs(tmp_path, capsys):
         checkpointing_configs.main([str(tmp_path), "--set", "x", "experts.recompute=fc2"])
     with pytest.raises(SystemExit):
         checkpointing_configs.main([str(tmp_path), "--set", "bf16", "recipe=fp8"])
+
+
+SHARED_SCRIPT = """
+import sys, time
+from pathlib import Path
+
+sys.path.insert(0, {root!r})
+from launch import compare, jobs
+from tests.unit import test_jobs
+
+share, output = (Path(sys.argv[sys.argv.index(word) + 1]) for word in ("--share", "--output"))
+for entry, seed in (("bf16", 0), ("mxfp4", 0), ("bf16", 1), ("mxfp4", 1)):
+    if compare.claim(share, f"{{entry}}-seed{{seed}}"):
+        if entry == "mxfp4" and seed == 0:
+            raise ArithmeticError("no good")
+        time.sleep(1)
+        test_jobs.finish(output, test_jobs.OPTIONS, entry, seed, processes=1)
+"""
+
+
+def test_a_failed_run_does_not_cost_the_others_theirs(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(SHARED_SCRIPT.format(root=str(Path(__file__).resolve().parents[2])))
+    monkeypatch.setattr(jobs, "SCRIPT", script)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    words = ["--jobs", "1", "--processes", "1", "--keep-going", *OPTIONS, "--output", str(tmp_path)]
+    with pytest.raises(SystemExit, match="these runs have no result: mxfp4-seed0"):
+        jobs.main(words)
+    printed = capsys.readouterr().out
+    assert "no good" in printed and "3 of 4" in printed
+    entries = json.loads((tmp_path / "compare.json").read_text())["entries"]
+    assert sorted(entries["bf16"]) == ["0", "1"] and sorted(entries["mxfp4"]) == ["1"]
+
+
+def test_jobs_that_fail_before_they_take_a_run_are_not_replaced_for_ever(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text("raise ArithmeticError('no good')\n")
+    monkeypatch.setattr(jobs, "SCRIPT", script)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    with pytest.raises(SystemExit, match="no run has a result"):
+        jobs.main(["--jobs", "1", "--processes", "1", "--keep-going", *OPTIONS, "--output", str(tmp_path)])
+    assert len(list(tmp_path.glob("job*.log"))) == 1
+
+
+@pytest.mark.parametrize("sign", (signal.SIGTERM, signal.SIGKILL))
+def test_no_job_outlives_the_one_that_started_it(tmp_path, sign):
+    script, pid = tmp_path / "script.py", tmp_path / "pid"
+    script.write_text(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+    root = Path(__file__).resolve().parents[2]
+    words = ["--jobs", "1", "--processes", "1", *OPTIONS, "--output", str(tmp_path)]
+    code = f"from pathlib import Path\nfrom launch import jobs\njobs.SCRIPT = Path({str(script)!r})\njobs.main({words})"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(root), "DS_ACCELERATOR": "cpu"}
+    )
+
+    def within(seconds: float, condition: Callable[[], bool]) -> bool:
+        end = time.monotonic() + seconds
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.1)
+        return condition()
+
+    assert within(60, lambda: pid.exists() and pid.read_text() != "")
+    parent.send_signal(sign)
+    parent.wait(60)
+    assert within(60, lambda: not Path("/proc", pid.read_text()).exists())
