@@ -123,6 +123,10 @@ class _Unpacked(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple:
         return grad if ctx.original else None, None, None
 
+    @staticmethod
+    def jvp(ctx, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+        return tangent.view_as(tangent)  # forward-mode gradients pass through as backward's do
+
 
 class _Slot:
     """Stands for a tensor in a structure of arguments."""
@@ -142,10 +146,44 @@ class _Rebuilt:
         self.make, self.items = make, items
 
 
-def _fill(value: Any, values: list) -> Any:
+def _fill(value: Any, values: list, made: dict[int, Any]) -> Any:
+    """`value` with `values` in the slots; `made` is given each container that is rebuilt, by its `_Rebuilt`'s id."""
     if isinstance(value, _Slot):
         return values[value.number]
-    return value.make([_fill(item, values) for item in value.items]) if isinstance(value, _Rebuilt) else value
+    if not isinstance(value, _Rebuilt):
+        return value
+    made[id(value)] = filled = value.make([_fill(item, values, made) for item in value.items])
+    return filled
+
+
+def _items(container: list | dict) -> list:
+    return list(container.items()) if isinstance(container, dict) else list(container)
+
+
+class _Mutable:
+    """The lists and dictionaries of a call that were rebuilt. What the function does to them is done to the caller's.
+
+    Lives for one forward: it holds the originals.
+    """
+
+    def __init__(self, originals: dict[int, list | dict], made: dict[int, Any], tensors: list, values: list) -> None:
+        self._pairs = [(original, made[key], _items(made[key])) for key, original in originals.items()]
+        # The function's names for what the caller gave it.
+        self._own = {id(value): (value, t) for value, t in zip(values, tensors, strict=True)}
+        self._own |= {id(made[key]): (made[key], original) for key, original in originals.items()}
+
+    def _theirs(self, item: Any) -> Any:
+        return self._own[id(item)][1] if id(item) in self._own else item
+
+    def write_back(self) -> None:
+        for original, made, before in self._pairs:
+            now = _items(made)
+            if isinstance(made, dict):
+                if [(key, id(value)) for key, value in now] != [(key, id(value)) for key, value in before]:
+                    original.clear()
+                    original.update((key, self._theirs(value)) for key, value in now)
+            elif list(map(id, now)) != list(map(id, before)):
+                original[:] = map(self._theirs, now)
 
 
 class _Arguments:
@@ -169,6 +207,7 @@ class _Arguments:
         self._packer = packer
         self._numbers: dict[int, int] = {}
         self._path: set[int] = set()
+        self._originals: dict[int, list | dict] = {}
         self._args = [self._take(value, outermost=True) for value in args]
         self._kwargs = {key: self._take(value, outermost=True) for key, value in kwargs.items()}
         del self._packer, self._numbers, self._path
@@ -205,11 +244,23 @@ class _Arguments:
             items = [self._take(item) for item in value]
             make = (lambda filled: kind(*filled)) if is_named_tuple else kind
         self._path.discard(id(value))
-        return _Rebuilt(make, items) if any(isinstance(item, (_Slot, _Rebuilt)) for item in items) else value
+        if not any(isinstance(item, (_Slot, _Rebuilt)) for item in items):
+            return value
+        rebuilt = _Rebuilt(make, items)
+        if not isinstance(value, tuple):
+            self._originals[id(rebuilt)] = value
+        return rebuilt
 
-    def filled(self, values: list) -> tuple[list, dict]:
-        """The positional and keyword arguments with `values` in the slots."""
-        return [_fill(value, values) for value in self._args], {k: _fill(v, values) for k, v in self._kwargs.items()}
+    def filled(self, values: list) -> tuple[list, dict, dict[int, Any]]:
+        """The positional and keyword arguments with `values` in the slots, and the containers made for them."""
+        made: dict[int, Any] = {}
+        positional = [_fill(value, values, made) for value in self._args]
+        return positional, {key: _fill(value, values, made) for key, value in self._kwargs.items()}, made
+
+    def take_originals(self) -> dict[int, list | dict]:
+        """The caller's lists and dictionaries that were rebuilt, which are not held here any longer."""
+        originals, self._originals = self._originals, {}
+        return originals
 
     def unpacked(self, kept: Sequence[torch.Tensor], sources: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """The values of the slots, from what was kept.
@@ -294,7 +345,9 @@ def checkpoint(
         hosted = {place: HostBuffer(kept[place]) for place in packed}
         # An empty tensor tells PyTorch whose device's random state to keep.
         kept = [t.new_empty(0) if place in hosted else t for place, t in enumerate(kept)]
-    first = [forward_values]
+    originals = arguments.take_originals()
+    first = [(forward_values, arguments.tensors if originals else [], originals)]
+    del originals
     redirect = redirection()
     # Backward needs the structure only. Held here, the originals would live as long as the graph.
     arguments.tensors = arguments.kept = forward_values = None
@@ -302,17 +355,21 @@ def checkpoint(
     def run(*kept: torch.Tensor) -> Any:
         is_forward = bool(first)
         if is_forward:
-            values = first.pop()
+            values, tensors, originals = first.pop()
         else:
             values = arguments.unpacked(
                 [hosted[place].fetch() if place in hosted else t for place, t in enumerate(kept)]
             )
-        positional, keyword = arguments.filled(values)
+        positional, keyword, made = arguments.filled(values)
+        mutable = _Mutable(originals, made, tensors, values) if is_forward and originals else None
         mode = nullcontext()
         if selections is not None:
             mode = selections.recording() if is_forward else selections.replaying()
         with _inside(recomputes=not is_forward), redirecting(redirect), contexts[0 if is_forward else 1], mode:
-            return function(*positional, **keyword)
+            result = function(*positional, **keyword)
+            if mutable is not None:
+                mutable.write_back()
+            return result
         raise RuntimeError(
             "a context of context_fn suppressed an exception of the checkpointed function, which leaves nothing "
             "to return; let it pass"

