@@ -123,10 +123,6 @@ class _Unpacked(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor) -> tuple:
         return grad if ctx.original else None, None, None
 
-    @staticmethod
-    def jvp(ctx, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-        return tangent.view_as(tangent)  # forward-mode gradients pass through as backward's do
-
 
 class _Slot:
     """Stands for a tensor in a structure of arguments."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_fp4 import ops
@@ -154,6 +155,8 @@ def is_packable(t: torch.Tensor) -> bool:
     if type(t) is not torch.Tensor or not t.requires_grad or t.dtype not in _DTYPES:
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(t):  # no memory of its own; torch.func refuses checkpoints
+        return False
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None:  # bytes have no tangent
         return False
     if t.layout != torch.strided or t.device.type not in ("cpu", "cuda"):
         return False

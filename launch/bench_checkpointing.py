@@ -395,8 +395,6 @@ def main() -> None:
     args = parse_args()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     started = time.perf_counter()
-    # A rank that fails while the engine is built leaves the others waiting too.
-    faulthandler.dump_traceback_later(2 * args.limit, exit=True)
     device = start_distributed()
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
     record = read_record(args)
@@ -405,7 +403,6 @@ def main() -> None:
         engine = build_engine(args, device)
         if device.type == "cuda":
             ds_fp4.ops.load_kernels()
-        faulthandler.cancel_dump_traceback_later()
         say(f"model and kernels ready after {time.perf_counter() - started:.0f} s", flush=True)
         for variant in list(todo):
             reason = why_not(engine, variant, device)
@@ -424,7 +421,6 @@ def main() -> None:
                 raise
 
         measure_all(todo, record, measure_variant, args.limit, say)
-    faulthandler.cancel_dump_traceback_later()
     if record.rows:
         say(f"\n{report(args, device, record.rows)}", flush=True)
     for variant, tries in record.tries.items():

@@ -94,6 +94,7 @@ def main(argv: list[str] | None = None) -> None:
     command = ["deepspeed", "--num_gpus", str(args.processes), "launch/pretrain.py"]
     if args.jobs:
         command = ["python", "launch/jobs.py", "--jobs", str(args.jobs), "--processes", str(args.processes)]
+        command += ["--keep-going"]
     command += ["--moe", args.moe, "--compare", args.recipe, *map(str, paths), "--seeds", "0", "1", "2"]
     print(shlex.join([*command, "--output", str(args.folder), *further]))
 

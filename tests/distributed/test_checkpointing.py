@@ -461,6 +461,49 @@ def test_no_second_copy_is_kept_of_what_the_expert_level_keeps():
         assert experts == [] and layers == LAYERS["autoep"] and torch.tensor(losses).isfinite().all()
 
 
+ENABLED = dict(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+EXPERT_LEVEL_CASES = {
+    # name: checkpointing, ZeRO stage, gradient_checkpointing_enable
+    "none": (None, 1, None),
+    "layers": (dict(scope="layers"), 1, None),
+    "layers, ZeRO 2": (dict(scope="layers"), 2, None),
+    "layers, ZeRO 3": (dict(scope="layers"), 3, None),
+    "transformers' layers": (dict(scope=[]), 1, ENABLED),
+    "layers and transformers' layers": (dict(scope="layers"), 2, ENABLED),
+    "transformers' layers, ZeRO 3": (dict(scope=[]), 3, ENABLED),
+    "inexact": (dict(scope="layers", exact=False), 1, None),
+    "inexact, ZeRO 3": (dict(scope="layers", exact=False), 3, None),
+    "patterns": (dict(scope=["*.self_attn", "*.mlp"], offload="cpu", exact=False), 3, None),
+    "experts by name": (dict(scope=["*.mlp.experts"]), 1, None),
+}
+
+
+def _expert_level_cases() -> dict[str, list[float]]:
+    from ds_fp4.integrations.expert_level import ExpertLevelLayer
+
+    losses = {}
+    for name, (checkpointing, zero, enable) in EXPERT_LEVEL_CASES.items():
+        block = _block(checkpointing, "mxfp4")
+        engine = _engine("autoep", block, model=dict(intermediate_size=128), enable=enable, zero=zero)
+        assert all(isinstance(layer.mlp, ExpertLevelLayer) for layer in engine.module.model.layers)
+        losses[name] = _train(engine)[:STEPS]
+        engine.destroy()
+    return losses
+
+
+def test_the_expert_level_is_recomputed_as_it_was_computed():
+    for losses in run_ranks(2, _expert_level_cases, timeout=400):
+        for name in EXPERT_LEVEL_CASES:
+            torch.testing.assert_close(torch.tensor(losses[name]), torch.tensor(losses["none"]), rtol=0.02, atol=0)
+            if "layers" in name:
+                _same(losses[name], losses["layers"])
+            elif "inexact" in name or name == "patterns":
+                _same(losses[name][:1], losses["none"][:1])
+        assert losses["layers"] != losses["none"]
+        # The records are MXFP4 already: packing them changes nothing.
+        _same(losses["experts by name"], losses["none"])
+
+
 def _refused(block: dict, config: dict, configure: dict | None) -> None:
     import deepspeed
 

@@ -181,3 +181,15 @@ def test_a_recomputed_layer_is_gone_when_the_next_is_recomputed():
         gc.enable()
     # Of a forward its output, of a recomputation nothing.
     assert alive == [0, 1, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("exact", (True, False))
+def test_originals_in_containers_go_with_the_forward(exact):
+    x = torch.randn(64, 64, requires_grad=True)
+    scaled = x * 2
+    held, gone = [scaled], weakref.ref(scaled)
+    y = ds_fp4.checkpoint(lambda items, more: items[0].sin() * more["a"], held, {"a": scaled}, ds_fp4_exact=exact)
+    del held, scaled
+    assert gone() is None
+    y.sum().backward()
+    assert torch.isfinite(x.grad).all()

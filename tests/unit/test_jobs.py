@@ -142,7 +142,8 @@ def test_checkpointing_configs(tmp_path, capsys):
         ]
     )
     command = capsys.readouterr().out.split()
-    assert command[:6] == ["python", "launch/jobs.py", "--jobs", "3", "--processes", "1"] and command[-2:] == [
+    assert command[:6] == ["python", "launch/jobs.py", "--jobs", "3", "--processes", "1"]
+    assert command[6] == "--keep-going" and command[-2:] == [
         "--lr",
         "1e-3",
     ]
