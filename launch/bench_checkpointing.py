@@ -18,7 +18,7 @@ off and put on between them. Columns, of the rank where they are largest:
 
 With --output, the same command again goes on with the variants that are missing. A variant that fails ends a run of
 several ranks (the others may wait for the failed one, and what they have sent cannot be taken back), as does one that
-takes longer than --limit; it is tried once more after all others.
+takes longer than --limit; it is tried once more after all others, unless memory was what it lacked.
 """
 
 from __future__ import annotations
@@ -305,8 +305,12 @@ class Record:
     def todo(self, variants: list[str]) -> list[str]:
         """What to measure, in order: what was not tried first, what failed once at the end."""
         done = {row["variant"] for row in self.rows}
-        left = [v for v in dict.fromkeys(variants) if v not in done and len(self.tries.get(v, ())) < self.TRIES]
+        left = [v for v in dict.fromkeys(variants) if v not in done and not self._hopeless(v)]
         return sorted(left, key=lambda v: len(self.tries.get(v, ())))
+
+    def _hopeless(self, variant: str) -> bool:
+        tries = self.tries.get(variant, ())
+        return len(tries) >= self.TRIES or any(why.startswith("OutOfMemoryError") for why in tries)
 
     def begin(self, variant: str) -> None:
         self.tries.setdefault(variant, []).append(self.UNKNOWN)

@@ -28,22 +28,25 @@ def test_a_second_run_does_what_is_missing_and_what_failed_last(tmp_path):
     variants = ["none", "torch", "layers-mxfp4", "layers-fp8"]
     assert record.todo(variants) == variants
     record.begin("none")
-    record.failed("none", "out of memory")
+    record.failed("none", "a broken pipe")
     record.begin("layers-mxfp4")
     record.finished(row("layers-mxfp4"))
     record.begin("torch")  # and the process is killed
 
     record = bench.Record(path, ARGUMENTS)
-    assert record.tries == {"none": ["out of memory"], "torch": ["did not end"]}
+    assert record.tries == {"none": ["a broken pipe"], "torch": ["did not end"]}
     assert record.todo(variants) == ["layers-fp8", "none", "torch"]
     record.begin("none")
-    record.failed("none", "out of memory again")
+    record.failed("none", "a broken pipe again")
     record.begin("torch")
     record.finished(row("torch"))
     record = bench.Record(path, ARGUMENTS)
     assert record.todo(variants) == ["layers-fp8"], "two tries are enough"
     assert [row["variant"] for row in record.rows] == ["torch", "layers-mxfp4"]
     assert not list(path.parent.glob("*.json.*"))
+    record.begin("layers-fp8")
+    record.failed("layers-fp8", "OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB")
+    assert bench.Record(path, ARGUMENTS).todo(variants) == [], "it would lack memory again"
 
 
 def test_numbers_of_other_arguments_are_not_mixed(tmp_path):
