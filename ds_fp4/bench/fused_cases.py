@@ -2,8 +2,8 @@
 # ds_fp4 Team
 """`ds-fp4 bench kernels`: the fused and routing kernels.
 
-Bytes are what must move: each input read once (a gathered row each time it is gathered), each output written once.
-Index lists and scales count too.
+Bytes are what must move: each input read once, however often it is gathered, each output written once. Index lists
+and scales count too.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def make_gather(device: torch.device, rows: int, record_bytes: int, repeat: floa
     def eager():
         return torch.index_select(records, 0, index)
 
-    return run, _bytes(out, out, index), eager
+    return run, _bytes(records, out, index), eager
 
 
 def _random_ids(device: torch.device, tokens: int, k: int, experts: int) -> torch.Tensor:

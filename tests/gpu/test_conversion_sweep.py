@@ -204,19 +204,23 @@ def test_every_fp8_code_and_scale(device, source):
         checks.assert_same(ops.fp8_row_to_bf16(*on_gpu, dtype=dtype), expected, str(dtype))
 
 
-def test_every_fp4_code_and_pair_of_scales(device):
-    # In a group of four blocks: all pairs of a scale byte and a larger one beside it.
-    byte = torch.arange(256 * 256, dtype=torch.int32)
-    packed = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(4, 64).repeat(64 * 256, 1)
-    scales = torch.stack([byte & 0xFF, byte >> 8, byte & 0xFF, torch.zeros_like(byte)], 1).to(torch.uint8)
+def check_every_fp4_code_and_pair_of_scales(device, scale_bytes):
+    # In a group of four blocks: all pairs of two scale bytes, and the lowest.
+    pairs = torch.cartesian_prod(scale_bytes, scale_bytes)
+    packed = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(4, 64).repeat(len(pairs) // 4, 1)
+    scales = torch.stack([pairs[:, 1], pairs[:, 0], pairs[:, 1], torch.zeros_like(pairs[:, 0])], 1).to(torch.uint8)
     for options in ({}, {"scale_dtype": torch.uint8}, {"scale_layout": "gemm"}):
         expected = formats.fp4_row_to_fp8_row(packed, scales, **options)
         got = ops.fp4_row_to_fp8_row(packed.to(device), scales.to(device), **options)
         checks.assert_same(got, expected, str(options))
-    sizes = torch.full((256,), 256, dtype=torch.int32)
+    sizes = torch.full((len(scale_bytes),), len(scale_bytes), dtype=torch.int32)
     expected = formats.fp4_row_to_fp8_col(packed, scales, sizes)
     got = ops.fp4_row_to_fp8_col(packed.to(device), scales.to(device), sizes.to(device))
     checks.assert_same(got, expected, "columns")
+
+
+def test_every_fp4_code_and_pair_of_scales(device):
+    check_every_fp4_code_and_pair_of_scales(device, torch.arange(256))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
