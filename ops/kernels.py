@@ -192,15 +192,18 @@ _ROUTING_KERNELS = (
     Kernel(
         "pack_routing",
         (
-            "rows", "k", "ids", "ids_stride", "scores", "scores_stride", "local_experts", "tokens", "records",
-            "weights_out", "ids_out", "out_stride",
+            "rows", "k", "ids", "ids_stride", "scores", "scores_stride", "local_experts", "input_rows", "tokens",
+            "records", "weights_out", "ids_out", "out_stride",
         ),
         _SEND_IDS,
     ),
-    Kernel("gather_gradients", ("rows", "k", "gradients", "places", "out", "out_stride"), ("1",)),
+    Kernel("gather_gradients", ("rows", "k", "input_rows", "gradients", "places", "out", "out_stride"), ("1",)),
     Kernel(
         "return_gradients",
-        ("rows", "k", "ids", "ids_stride", "local_experts", "records", "gradients", "gradients_stride", "out"),
+        (
+            "rows", "k", "ids", "ids_stride", "local_experts", "input_rows", "records", "gradients",
+            "gradients_stride", "out",
+        ),
         _SEND_IDS,
     ),
 )  # fmt: skip

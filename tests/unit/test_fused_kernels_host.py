@@ -103,7 +103,7 @@ def test_swiglu_backward_many_groups():
     checks.check_swiglu_backward("cpu", sizes, 128)
 
 
-@pytest.mark.parametrize("sizes, padded_input", [([200], True), ([100, 200], False), ([200], False)], ids=str)
+@pytest.mark.parametrize("sizes, padded_input", [([200], True), ([129], True), ([200], False)], ids=str)
 def test_swiglu_backward_stops_at_sizes_that_do_not_add_up(monkeypatch, sizes, padded_input):
     # Of tensors on a GPU the sizes are not looked at before. Rows and padded rows for one tile.
     arguments = torch.ones(128, 128, dtype=torch.bfloat16), None, torch.ones(128, 256, dtype=torch.bfloat16)
@@ -146,6 +146,23 @@ def test_combine_rows_lists_of_one_length(row_format, k):
         checks.check_combine_rows(
             "cpu", 9, 20, k, row_format=row_format, out_format="bf16", longest=longest, one_length=True
         )
+
+
+def test_plans_that_lead_beyond_the_rows_stop_the_kernels():
+    # Of tensors on a GPU nobody looks at them before.
+    def int32(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    ids, scores = torch.tensor([[0, 3], [1, 2]]), torch.ones(2, 2)
+    plan = routing.plan_send(ids, 2, 2)
+    routing.pack_routing(ids, scores, plan.tokens, plan.records, 2)
+    with pytest.raises(RuntimeError, match="trap"):
+        routing.pack_routing(ids, scores, int32(0, 2), plan.records, 2)
+    with pytest.raises(RuntimeError, match="trap"):
+        routing.gather_gradients(torch.ones(2), int32(0, 2).view(1, 2))
+    routing.return_gradients(ids, plan.records, torch.ones(4, 2), 2)
+    with pytest.raises(RuntimeError, match="trap"):
+        routing.return_gradients(ids, plan.records, torch.ones(3, 2), 2)
 
 
 def test_combine_rows_empty():

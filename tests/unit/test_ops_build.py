@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -461,6 +462,13 @@ def test_what_an_install_builds(work, cuda_torch):
     assert sorted(sources) == ["ops/csrc/binding.cpp", "ops/csrc/fused_kernels.cu", "ops/csrc/kernels.cu"]
     assert "-gencode=arch=compute_90a,code=sm_90a" in flags
     assert "--use_fast_math" not in flags
+
+
+def test_an_install_with_an_old_setuptools_says_so(monkeypatch):
+    setuptools = pytest.importorskip("setuptools")
+    monkeypatch.setattr(setuptools, "__version__", "65.5.0")
+    with pytest.raises(SystemExit, match="setuptools 77 or later, got 65.5.0"):
+        runpy.run_path(str(OPS.parent / "setup.py"))
 
 
 def test_an_install_without_cuda_says_why(monkeypatch):
