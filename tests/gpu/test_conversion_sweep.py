@@ -258,6 +258,8 @@ def _conversions(device):
     sizes = torch.tensor([0, 200, 0, 100], dtype=torch.int32, device=device)
     index = torch.randint(-1, 300, (300,), dtype=torch.int32, device=device)
     fp4, fp8 = ops.bf16_to_fp4_row(x), ops.bf16_to_fp8_row(x, scale_dtype=torch.uint8)
+    w1, w3 = (torch.randn(2, 128, 256, device=device).bfloat16() for _ in range(2))
+    gradient = torch.randn(2, 256, 256, device=device)
     columns = {"padded_rows": 384, "index": index, "scale_layout": "gemm"}
     return {
         "bf16_to_fp4_row": lambda **o: ops.bf16_to_fp4_row(x, index=index, **o),
@@ -270,6 +272,8 @@ def _conversions(device):
         "fp4_row_to_fp8_col": lambda **o: ops.fp4_row_to_fp8_col(*fp4, sizes, **columns, **o),
         "fp8_row_to_fp8_col": lambda **o: ops.fp8_row_to_fp8_col(*fp8, sizes, **columns, **o),
         "bf16_to_fp8_row_and_col": lambda **o: ops.bf16_to_fp8_row_and_col(x, sizes, **columns, **o),
+        "weight_to_fp8": lambda **o: ops.weight_to_fp8(w1, w3, **o),
+        "split_weight_gradient": lambda **o: ops.split_weight_gradient(gradient, **o),
     }
 
 
