@@ -175,6 +175,12 @@ def test_gather_rows(row_bytes, stride):
     checks.check_gather_rows("cpu", 50, row_bytes, 67, stride=stride)
 
 
+def test_gather_rows_of_too_many_units_is_refused():
+    records = torch.empty(1, (1 << 31) + 1, dtype=torch.uint8)  # memory that nobody touches
+    with pytest.raises(ValueError, match="units of a record below 2"):
+        fused.gather_rows(records)
+
+
 @pytest.mark.parametrize("kind", ["uniform", "skewed", "one_rank", "dropped"])
 @pytest.mark.parametrize("ranks, local_experts, k", [(1, 8, 8), (2, 4, 1), (4, 8, 8), (3, 40, 5), (2, 40, 32)])
 def test_routing(kind, ranks, local_experts, k):
