@@ -336,6 +336,16 @@ def test_the_callers_stream(device):
             assert torch.equal(a, b), name
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_a_device_that_is_not_the_current_one():
+    for name, call in _conversions(torch.device("cuda", 1)).items():
+        with torch.cuda.device(1):
+            expected = _bytes(call())
+        assert torch.cuda.current_device() == 0
+        for a, b in zip(_bytes(call()), expected, strict=True):
+            assert torch.equal(a, b), name
+
+
 def test_more_than_2_31_elements(device):
     # 300,000 rows that repeat 4096: all of them against a small conversion, columns in places.
     rows, k, period = 300_000, 7168, 4096
