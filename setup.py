@@ -6,7 +6,15 @@ its CUDA kernels at install instead of on first use."""
 import os
 import sys
 
+import setuptools
 from setuptools import setup
+
+# Without build isolation it is the environment's; an older one says "project.license must be valid exactly by one
+# definition" of pyproject.toml.
+if int(setuptools.__version__.split(".")[0]) < 77:
+    raise SystemExit(
+        f"ds_fp4 is built by setuptools 77 or later, got {setuptools.__version__}: pip install --upgrade setuptools"
+    )
 
 root = os.path.dirname(os.path.abspath(__file__))
 

@@ -98,7 +98,8 @@ class FP4Builder(CUDAOpBuilder):
         listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(" ", ";").strip(";")
         if not self.jit_mode:
             listed = listed or INSTALL_ARCHITECTURES
-        archs = {arch.strip().replace("a", "") for arch in listed.split(";") if re.match(r"\s*\d", arch)}
+        # Without the letter of features that only one GPU or family has: "9.0a", "10.0f".
+        archs = {re.sub("[af]", "", arch.strip()) for arch in listed.split(";") if re.match(r"\s*\d", arch)}
         if self.jit_mode:
             # A module that lacks the code for a GPU which is there would be of no use.
             capabilities = [torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())]

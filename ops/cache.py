@@ -103,12 +103,18 @@ def _get_in(wanted: Path, build: Callable[[Path], Path]) -> Path:
             builder = f"process {failure.get('pid')} on {failure.get('host')}"
             raise BuildError(f"the build by {builder} failed:\n{failure.get('error')}")
         _remove_stale_attempts(wanted)
-        attempt = Path(tempfile.mkdtemp(prefix=f"{wanted.stem}.build-", dir=wanted.parent))
+        try:
+            attempt = Path(tempfile.mkdtemp(prefix=f"{wanted.stem}.build-", dir=wanted.parent))
+        except OSError as error:  # a lock file from before may be open to writing where its folder is not
+            if error.errno in _NOT_WRITABLE:
+                raise _Unusable(f"cannot write to {wanted.parent} ({error.strerror})") from error
+            raise
         try:
             publish(build(attempt), wanted)
         except Exception as error:
             text = f"{error}" if isinstance(error, BuildError) else f"{type(error).__name__}: {error}"
-            _write(failures, {"id": uuid.uuid4().hex, **_whoami(), "error": text})
+            with contextlib.suppress(OSError):  # a full disk, say, must not hide why the build failed
+                _write(failures, {"id": uuid.uuid4().hex, **_whoami(), "error": text})
             raise BuildError(text) from error
         finally:
             shutil.rmtree(attempt, ignore_errors=True)

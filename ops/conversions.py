@@ -4,8 +4,10 @@
 
 Arguments, results and errors are those of the same names in `ds_fp4.formats`. On a GPU a call uses the caller's
 current stream of the tensor's device, allocates nothing but outputs (nothing at all with `out=`) and waits for
-nothing, so that it may be captured in a CUDA graph. What can only be known by waiting is not checked there: an index
-outside the rows stops the kernel with an error, FP8 scales that are no powers of two are read as the next lower one.
+nothing, so that it may be captured in a CUDA graph. Two exceptions: `weight_to_fp8` copies w1 and w3 if their strides
+differ, and a column kernel without `padded_rows` waits for the group sizes. What can only be known by waiting is not
+checked there: an index outside the rows, or group sizes that lead beyond the rows or `padded_rows`, stop the kernel
+with an error; FP8 scales that are no powers of two are read as the next lower one.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from ds_fp4.ops.kernels import (
     SOURCE_SCALES,
     THREADS,
     VALUES,
+    below_2_31,
     grid_for,
     launch_blocks,
     launch_columns,
@@ -308,6 +311,8 @@ def weight_to_fp8(
     blocks_n, blocks_k = -(-n // FP8_GROUP), -(-k // FP8_GROUP)
     itemsize = w1.element_size()
     strides = [stride * itemsize for stride in w1.stride()[:2]]
+    below_2_31("a row stride in bytes", strides[1] if first_rows > 1 else 0)
+    below_2_31("rows of an expert", n)
     pointers = [w1.data_ptr(), 0 if w3 is None else w3.data_ptr()]
     # Values are read four at a time, codes written four and, transposed, sixteen at a time.
     vector = k % 4 == 0 and (not q_t or n % 16 == 0) and all(

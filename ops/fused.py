@@ -26,6 +26,7 @@ from ds_fp4.ops.kernels import (
     LONG_CHUNKS,
     THREADS,
     aligned,
+    below_2_31,
     launch,
     multiprocessors,
     row_stride,
@@ -218,6 +219,7 @@ def gather_rows(
         "out_stride": row_stride(out),
     }
     device = records.device.index
+    below_2_31("units of a record", row_bytes // unit)
     blocks = -(-rows * (row_bytes // unit) // GATHER_UNITS)
     grid = min(blocks, multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
     launch(KERNELS["gather_rows"], str(unit), grid, values, device)

@@ -51,7 +51,7 @@ BLOCKS_OF_ONE_TILE = 1024
 
 ROWS = ("rows", "width", "input_rows", "index", "tiles_a_row")  # struct Rows, csrc/row_tiles.cuh
 # struct Columns, csrc/column_tiles.cuh
-COLUMNS = ("width", "input_rows", "index", "group_sizes", "groups", "tiles", "column_tiles", "strip")
+COLUMNS = ("width", "rows", "input_rows", "index", "group_sizes", "groups", "tiles", "column_tiles", "strip")
 SCALES = ("base", "row_stride", "group_stride", "bytes", "lowest")  # struct Scales, csrc/scales.cuh
 VALUE_TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
 # The first template argument by what the kernel converts from or to: a value type, or a type of FP8 scales.
@@ -192,15 +192,18 @@ _ROUTING_KERNELS = (
     Kernel(
         "pack_routing",
         (
-            "rows", "k", "ids", "ids_stride", "scores", "scores_stride", "local_experts", "tokens", "records",
-            "weights_out", "ids_out", "out_stride",
+            "rows", "k", "ids", "ids_stride", "scores", "scores_stride", "local_experts", "input_rows", "tokens",
+            "records", "weights_out", "ids_out", "out_stride",
         ),
         _SEND_IDS,
     ),
-    Kernel("gather_gradients", ("rows", "k", "gradients", "places", "out", "out_stride"), ("1",)),
+    Kernel("gather_gradients", ("rows", "k", "input_rows", "gradients", "places", "out", "out_stride"), ("1",)),
     Kernel(
         "return_gradients",
-        ("rows", "k", "ids", "ids_stride", "local_experts", "records", "gradients", "gradients_stride", "out"),
+        (
+            "rows", "k", "ids", "ids_stride", "local_experts", "input_rows", "records", "gradients",
+            "gradients_stride", "out",
+        ),
         _SEND_IDS,
     ),
 )  # fmt: skip
@@ -281,10 +284,10 @@ def multiprocessors(device: int) -> int:
 def row_stride(t: torch.Tensor) -> int:
     """Bytes from row to row, which kernels take for less than 2^31."""
     stride = t.stride(0) * t.element_size()
-    return _below_2_31("a row stride in bytes", stride) if t.shape[0] > 1 else 0
+    return below_2_31("a row stride in bytes", stride) if t.shape[0] > 1 else 0
 
 
-def _below_2_31(name: str, value: int) -> int:
+def below_2_31(name: str, value: int) -> int:
     if value >= 1 << 31:
         raise ValueError(f"the kernels take {name} below 2^31, got {value}; convert in parts")
     return value
@@ -303,7 +306,7 @@ def scales_values(name: str, scales: torch.Tensor, lowest: int) -> dict[str, int
         lowest: biased exponent (by 127) that scales must not fall below.
     """
     itemsize = scales.element_size()
-    strides = [_below_2_31("a scale stride in bytes", stride * itemsize) for stride in scales.stride()]
+    strides = [below_2_31("a scale stride in bytes", stride * itemsize) for stride in scales.stride()]
     values = (scales.data_ptr(), *strides, itemsize, lowest)
     return dict(zip(_scales(name), values, strict=True))
 
@@ -327,7 +330,8 @@ def grid_for(threads: int, kernel: Kernel, device: int) -> int:
 def row_parts(
     width: int, index: torch.Tensor | None, *tensors: tuple[torch.Tensor, int]
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """What a row kernel is to convert at a time: everything, or pieces of single rows where rows are too long for it.
+    """What a row kernel is to convert at a time: everything, or pieces of single rows where rows are too long for it,
+    or too far apart.
 
     Args:
         width: values a row. index: the call's.
@@ -336,11 +340,15 @@ def row_parts(
     Raises:
         ValueError: such rows are not gathered.
     """
-    if width <= LONGEST_ROW:
+    # Longer rows, or rows whose bytes are (of BF16 from half as many values on).
+    if width <= LONGEST_ROW and all(t.shape[0] <= 1 or t.stride(0) * t.itemsize <= LONGEST_ROW for t, _ in tensors):
         yield tuple(t for t, _ in tensors)
         return
     if index is not None:
-        raise ValueError(f"an index gathers rows of up to {LONGEST_ROW} values, got {width}; convert without an index")
+        raise ValueError(
+            f"an index gathers rows of up to {LONGEST_ROW} values, as many bytes apart, got {width} values; convert "
+            "without an index"
+        )
     for row in range(tensors[0][0].shape[0]):
         for first in range(0, width, PART_VALUES):
             last = min(first + PART_VALUES, width)
@@ -380,8 +388,8 @@ def launch_rows(
         if width % kernel.whole_tile[1] == 0 and all(aligned(t, longer * size) for t, size in units.values()):
             tile_rows, tile_values = kernel.whole_tile
         arguments = (*arguments, str(tile_values // LANES))
-    _below_2_31("rows", max(rows, input_rows))
-    _below_2_31("values in a row", width)
+    below_2_31("rows", max(rows, input_rows))
+    below_2_31("values in a row", width)
     tiles_a_row = -(-width // tile_values)
     values |= {
         "rows": rows,
@@ -416,11 +424,12 @@ def launch_columns(
     if padded_rows == 0:
         return
     kernel = KERNELS[name]
-    _below_2_31("rows", max(padded_rows, input_rows))
-    _below_2_31("values in a row", width)
+    below_2_31("rows", max(padded_rows, input_rows))
+    below_2_31("values in a row", width)
     tiles, column_tiles = padded_rows // TILE_TOKENS, -(-width // kernel.tile[1])
     values |= {
         "width": width,
+        "rows": input_rows if index is None else index.shape[0],
         "input_rows": input_rows,
         "index": 0 if index is None else index.data_ptr(),
         "group_sizes": group_sizes.data_ptr(),

@@ -106,6 +106,7 @@ def pack_routing(
         "scores": scores.data_ptr(),
         "scores_stride": row_stride(scores),
         "local_experts": local_experts,
+        "input_rows": expert_ids.shape[0],
         "tokens": tokens.data_ptr(),
         "records": records.data_ptr(),
         "weights_out": out.data_ptr(),
@@ -163,6 +164,7 @@ def gather_gradients(
     values = {
         "rows": rows,
         "k": k,
+        "input_rows": gradients.shape[0],
         "gradients": gradients.data_ptr(),
         "places": places.data_ptr(),
         "out": out.data_ptr(),
@@ -188,6 +190,7 @@ def return_gradients(
         "rows": tokens,
         "k": k,
         "local_experts": local_experts,
+        "input_rows": gradients.shape[0],
         "records": records.data_ptr(),
         "gradients": gradients.data_ptr(),
         "gradients_stride": row_stride(gradients),

@@ -8,7 +8,7 @@ import torch
 
 from ds_fp4 import formats, ops
 from ds_fp4.bench import peers
-from ds_fp4.bench.case import Case
+from ds_fp4.bench.case import Case, nbytes
 
 # Tokens by hidden size, routed rows by the experts' intermediate size.
 ROW_SHAPES = {
@@ -50,10 +50,6 @@ def zipf_sizes(rows: int, groups: int) -> list[int]:
     return sizes
 
 
-def _nbytes(*tensors: torch.Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 def _values(rows: int, k: int, device: torch.device) -> torch.Tensor:
     """BF16 Gaussian rows of different magnitudes."""
     x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
@@ -91,39 +87,35 @@ def _into(call, *args, **kwargs):
     return lambda: call(*args, **kwargs, out=out), out
 
 
-def _flat(out) -> list[torch.Tensor]:
-    return [out] if isinstance(out, torch.Tensor) else [t for part in out for t in _flat(part)]
-
-
 def _row_case(name: str, device: torch.device, rows: int, k: int, compiled: bool):
     if name == "bf16_to_fp4_row":
         x = _values(rows, k, device)
         run, out = _into(ops.bf16_to_fp4_row, x)
         peer = peers.quantize_fp4(x) if compiled else None
-        return run, _nbytes(x, *out), peer
+        return run, nbytes(x, *out), peer
     if name == "bf16_to_fp8_row":
         x = _values(rows, k, device)
         run, out = _into(ops.bf16_to_fp8_row, x, scale_layout="gemm")
-        return run, _nbytes(x, *out), peers.quantize_fp8(x)
+        return run, nbytes(x, *out), peers.quantize_fp8(x)
     if name.startswith("fp4"):
         packed, scales = _fp4(rows, k, device)
         decode = peers.decode_fp4(packed.contiguous(), scales.contiguous()) if compiled else None
         if name == "fp4_row_to_bf16":
             run, out = _into(ops.fp4_row_to_bf16, packed, scales)
-            return run, _nbytes(packed, scales, out), decode
+            return run, nbytes(packed, scales, out), decode
         run, out = _into(ops.fp4_row_to_fp8_row, packed, scales, scale_layout="gemm")
-        return run, _nbytes(packed, scales, *out), peers.then(decode, peers.quantize_fp8)
+        return run, nbytes(packed, scales, *out), peers.then(decode, peers.quantize_fp8)
     q, scales = _fp8(rows, k, device)
     plain = q.contiguous().view(torch.float8_e4m3fn), ops.fp8_row_to_fp8_row(q, scales)[1]
     decode = peers.decode_fp8(*plain)
     if name == "fp8_row_to_bf16":
         run, out = _into(ops.fp8_row_to_bf16, q, scales)
-        return run, _nbytes(q, scales, out), decode
+        return run, nbytes(q, scales, out), decode
     if name == "fp8_row_to_fp8_row":
         run, out = _into(ops.fp8_row_to_fp8_row, q, scales, scale_layout="gemm")
-        return run, _nbytes(q, scales, *out), None
+        return run, nbytes(q, scales, *out), None
     run, out = _into(ops.fp8_row_to_fp4_row, q, scales)
-    return run, _nbytes(q, scales, *out), peers.then(decode, peers.quantize_fp4) if compiled else None
+    return run, nbytes(q, scales, *out), peers.then(decode, peers.quantize_fp4) if compiled else None
 
 
 def _routed_case(name: str, device: torch.device, rows: int, k: int, groups: int, compiled: bool):
@@ -148,7 +140,7 @@ def _routed_case(name: str, device: torch.device, rows: int, k: int, groups: int
         source = _fp8(unique, k, device)
         peer = peers.both(*[peers.gathered(t.contiguous(), rows_of_peer) for t in source])
     run, out = _into(getattr(ops, name), *source, scale_layout="gemm", index=index)
-    return run, _nbytes(*source, index, *out), peer
+    return run, nbytes(*source, index, *out), peer
 
 
 def _column_case(name: str, device: torch.device, rows: int, k: int, groups: int, gather: bool, compiled: bool):
@@ -178,7 +170,7 @@ def _column_case(name: str, device: torch.device, rows: int, k: int, groups: int
         peer = peers.both(peers.quantize_fp8(source[0]), peer)
     run, out = _into(getattr(ops, name), *source, group_sizes, **options)
     read = [*source] if index is None else [*source, index]
-    return run, _nbytes(*read, *_flat(out)), peer
+    return run, nbytes(*read, *out), peer
 
 
 def _cases() -> list[Case]:

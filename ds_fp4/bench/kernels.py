@@ -2,9 +2,10 @@
 # ds_fp4 Team
 """`ds-fp4 bench kernels`: each kernel's time, its bandwidth and that of a copy, and its peer, in one run.
 
-Bandwidth is the bytes that must move (each input read once, each output written once) over the median time. A shape
-with "small" in its name is timed in a CUDA graph, without the host's share. Working sets smaller than the GPU's cache
-are made several times and taken in turn.
+Bandwidth is the bytes that must move (each input read once, each output written once) over the median time. Working
+sets smaller than the GPU's cache are made several times, up to eight, and taken in turn. A shape with "small" in its
+name is timed in a CUDA graph, without the host's share, over the same buffers: they are in the cache. So are a peer's
+where they fit, which is in its favor.
 """
 
 from __future__ import annotations

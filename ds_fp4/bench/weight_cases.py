@@ -8,7 +8,7 @@ import torch
 
 from ds_fp4 import ops
 from ds_fp4.bench import peers
-from ds_fp4.bench.case import Case
+from ds_fp4.bench.case import Case, nbytes
 
 # Experts of a rank, intermediate and hidden size.
 WEIGHTS = {
@@ -24,16 +24,12 @@ _ORIENTATIONS = {
 }
 
 
-def _nbytes(*tensors: torch.Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 def _weight_case(device: torch.device, experts: int, rows: int, k: int, joined: bool, orientation: str = "both"):
     parts = [torch.randn(experts, rows, k, device=device, dtype=torch.bfloat16) for _ in range(1 + joined)]
     out = ops.weight_to_fp8(*parts, orientation=orientation)
     aligned = rows % 128 == 0 and k % 128 == 0
     peer = peers.quantize_weights(torch.cat(parts, dim=1), orientation) if aligned else None
-    moved = _nbytes(*parts, *(t for pair in out if pair is not None for t in pair))
+    moved = nbytes(*parts, *out)
     return lambda: ops.weight_to_fp8(*parts, orientation=orientation, out=out), moved, peer
 
 
@@ -44,7 +40,7 @@ def _gradient_case(device: torch.device, experts: int, rows: int, k: int):
     def peer():
         return gradient[:, :rows].to(torch.bfloat16), gradient[:, rows:].to(torch.bfloat16)
 
-    return lambda: ops.split_weight_gradient(gradient, out=out), _nbytes(gradient, *out), peer
+    return lambda: ops.split_weight_gradient(gradient, out=out), nbytes(gradient, *out), peer
 
 
 def _cases() -> list[Case]:

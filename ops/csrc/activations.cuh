@@ -7,8 +7,8 @@
 //     Swiglu         z = g                                      Mixtral, Qwen, DeepSeek
 //     SwigluClamped  z = g, clamped                             DeepSeek-V4
 //     SwigluOai      z = alpha * g, clamped, up + 1             GPT-OSS
-//     GegluTanh      z = 2 sqrt(2/pi) (g + 0.044715 g^3)        Gemma: GELU's tanh form, as (1 + tanh y) / 2 =
-//     sigmoid(2 y)
+//     GegluTanh      z = 2 sqrt(2/pi) (g + 0.044715 g^3)        Gemma: GELU's tanh form, since
+//                                                               (1 + tanh y) / 2 = sigmoid(2 y)
 //
 // Arithmetic is FP32; exp and 1/x are the GPU's approximations (2 ulp and 1 ulp), far below half a step of any output
 // format.

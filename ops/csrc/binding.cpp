@@ -34,7 +34,9 @@ void load_all() {
         const std::string error = ds_fp4::load_kernel(kernel);
         if (!error.empty()) {
             throw std::runtime_error("CUDA kernel " + std::string(kernel.name) + " could not be loaded: " + error +
-                                     " (this module has code for " DS_FP4_STRING(DS_FP4_ARCHITECTURES) ")");
+                                     " (this module has code for " DS_FP4_STRING(DS_FP4_ARCHITECTURES)
+                                     "; if it lacks this GPU, install ds_fp4 again with TORCH_CUDA_ARCH_LIST naming "
+                                     "it, or without DS_BUILD_FP4)");
         }
     }
 }

@@ -6,8 +6,8 @@
 //
 // 1. Load. Warp w takes tokens 16w to 16w + 15, one a load, lane l columns kWidth * l and on:
 //
-//        token 16w:      | lane 0: columns 0..3 | lane 1: columns 4..7 | ... | lane 31 |     one access, 128 bytes or
-//        more token 16w + 1:  | lane 0: columns 0..3 | ...
+//        token 16w:      | lane 0: columns 0..3 | lane 1: columns 4..7 | ... | lane 31 |     one access, 128 bytes up
+//        token 16w + 1:  | lane 0: columns 0..3 | ...
 //
 // 2. Convert, still token by token: a 32-bit word holds the codes of four columns of one token.
 //
@@ -41,6 +41,7 @@ static_assert(kPieces == kWarps && kWarpTokens == 16, "a thread makes one piece 
 // Parameters of every column kernel, 64 bits each.
 struct Columns {
     int64 width;       // values a row, K
+    int64 rows;        // of all groups: entries of `index`, or input rows
     int64 input_rows;  // rows that `index` may name
     const int* index;  // input row of each row, -1 for a zero row; null: the same row
     const int* group_sizes;
@@ -107,6 +108,10 @@ DS_FP4_DEVICE void find_tile(const Columns& p, ColumnTile& result) {
         result.rows = min(size - tile_in_group * kTokens, kTokens);
         result.run = (p.width * first_tile + tile_in_group) * kTokens;
         result.run_stride = (size + kTokens - 1) / kTokens * kTokens;
+        if (result.rows > 0 &&
+            (result.row + result.rows > p.rows || first_tile + result.run_stride / kTokens > p.tiles)) {
+            __trap();  // sizes that do not add up: this tile would be read, or written, past an end
+        }
     }
 }
 

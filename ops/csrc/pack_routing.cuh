@@ -17,6 +17,7 @@ struct pack_routing_params {
     const char* scores;  // FP32
     int64 scores_stride;
     int64 local_experts;
+    int64 input_rows;    // that `tokens` may name
     const int* tokens;   // [rows], -1: no entries
     const int* records;  // [tokens, k]
     char* weights_out;
@@ -34,6 +35,9 @@ __global__ void __launch_bounds__(kThreads) pack_routing(const pack_routing_para
         const int64 record = base + lane.row;
         const bool exists = lane.used && record < p.rows;
         const int64 token = exists ? __ldg(p.tokens + record) : -1;
+        if (token >= p.input_rows) {
+            __trap();  // reading there would be worse than stopping
+        }
         const int id = token >= 0 ? Ids::id(p.ids + token * p.ids_stride, lane.slot) : kNoKey;
         const EntryGroup group(lane, k, id >= 0 ? id / static_cast<int>(p.local_experts) : kNoKey);
         const bool mine = id >= 0 && __ldg(p.records + token * k + group.record) == record;

@@ -211,6 +211,24 @@ struct Fp32 {
     }
 };
 
+// Two FP32 numbers to BF16, to nearest even; too large ones become infinite as in torch.
+DS_FP4_HD uint32 pack_bf16x2(float low, float high) {
+#if DS_FP4_ARCH
+    uint32 result;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+    return result;
+#else
+    uint32 result = 0;
+    const uint32 bits[2] = {bits_of(low), bits_of(high)};
+    for (int i = 0; i < 2; ++i) {
+        const bool nan = (bits[i] & kMagnitudeMask) > kInfinityBits;
+        const uint32 rounded = nan ? 0x7FFFu : (bits[i] + 0x7FFF + ((bits[i] >> 16) & 1)) >> 16;
+        result |= rounded << (16 * i);
+    }
+    return result;
+#endif
+}
+
 // Consecutive values of a row, what one thread holds at a time: eight, or four of each row that is turned into
 // columns.
 template <typename T, int kCount>

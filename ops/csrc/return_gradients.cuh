@@ -16,6 +16,7 @@ struct return_gradients_params {
     const char* ids;
     int64 ids_stride;  // strides are in bytes, from row to row
     int64 local_experts;
+    int64 input_rows;       // that `records` may name
     const int* records;     // [rows, k]
     const char* gradients;  // FP32 [records, k]
     int64 gradients_stride;
@@ -37,6 +38,9 @@ __global__ void __launch_bounds__(kThreads) return_gradients(const return_gradie
             float gradient = 0.0f;
             if (id >= 0) {
                 const int64 record = __ldg(p.records + token * k + group.record);
+                if (record < 0 || record >= p.input_rows) {
+                    __trap();  // reading there would be worse than stopping
+                }
                 gradient =
                     __ldg(reinterpret_cast<const float*>(p.gradients + record * p.gradients_stride) + group.place);
             }

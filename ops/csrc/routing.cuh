@@ -96,7 +96,7 @@ struct EntryGroup {
     }
 };
 
-// Rows of a block: as even as whole batches of all warps allow is not needed, only that all are covered.
+// Consecutive rows, the `part`-th of `parts` shares of them.
 struct BlockRows {
     int64 first, end;
 

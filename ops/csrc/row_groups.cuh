@@ -29,8 +29,10 @@ struct GroupTile {
 };
 
 // Every lane of a warp calls with the same arguments and gets the same answer. `padded_input`: input rows lie at
-// padded places, not one after the other.
-DS_FP4_DEVICE GroupTile find_tile(const int* group_sizes, int groups, int64 tile, bool padded_input) {
+// padded places, not one after the other. Stops if the tile's group goes on beyond `tiles_in_all`: its columns would
+// be written past the output's end.
+DS_FP4_DEVICE GroupTile find_tile(const int* group_sizes, int groups, int64 tile, int64 tiles_in_all,
+                                  bool padded_input) {
     const int lane = threadIdx.x % kLanes;
     int64 tiles_before = 0, rows_before = 0;
     for (int base = 0; base < groups; base += kLanes) {
@@ -52,6 +54,9 @@ DS_FP4_DEVICE GroupTile find_tile(const int* group_sizes, int groups, int64 tile
             const int own_size = __shfl_sync(kAllLanes, size, owner), own_tiles = __shfl_sync(kAllLanes, tiles, owner);
             const int64 tiles_start = tiles_before + __shfl_sync(kAllLanes, tiles_to_here, owner) - own_tiles;
             const int64 rows_start = rows_before + __shfl_sync(kAllLanes, rows_to_here, owner) - own_size;
+            if (tiles_start + own_tiles > tiles_in_all) {
+                __trap();
+            }
             GroupTile result;
             result.number = static_cast<int>(tile - tiles_start);
             result.padded_start = tiles_start * kTileRows;

@@ -37,7 +37,7 @@ struct Rows {
     int64 width;        // values a row, K
     int64 input_rows;   // rows that `index` may name
     const int* index;   // input row of each output row, -1 for a zero row; null: the same row
-    int64 tiles_a_row;  // ceil(K / kTileValues)
+    int64 tiles_a_row;  // ceil(K / values of a tile): kTileValues, or those of a quad (row_quads.cuh)
 };
 
 // The tiles of one warp, by grid strides, and this lane's place in the current one.

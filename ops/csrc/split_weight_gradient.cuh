@@ -5,6 +5,7 @@
 // two.
 #pragma once
 
+#include "pairs.cuh"
 #include "row_tiles.cuh"
 
 namespace ds_fp4 {
@@ -17,20 +18,6 @@ struct split_weight_gradient_params {
     char* g1;
     char* g3;
 };
-
-DS_FP4_HD uint32 bf16x2_of(float low, float high) {
-#if DS_FP4_ARCH
-    uint32 result;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-    return result;
-#else
-    const auto one = [](float value) {
-        const uint32 bits = bits_of(value);
-        return value != value ? 0x7FFFu : (bits + 0x7FFFu + (bits >> 16 & 1)) >> 16;
-    };
-    return one(low) | one(high) << 16;
-#endif
-}
 
 // Template for the table of kernels' sake; there is one instantiation.
 template <typename...>
@@ -55,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) split_weight_gradient(co
                 uint32 result[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    result[i] = bf16x2_of(float_of(words[step][2 * i]), float_of(words[step][2 * i + 1]));
+                    result[i] = pack_bf16x2(float_of(words[step][2 * i]), float_of(words[step][2 * i + 1]));
                 }
                 store_words(out + step * kThreads * 16, result);
             }

@@ -67,42 +67,13 @@ DS_FP4_HD float settle_activation_field(uint32& rounded, uint32 lowest) {
     return float_of(finite ? ((254 + kFieldOfByte0) << 23) - rounded : kFp32NanBits);
 }
 
-// Two codes of values that may be NaN.
-DS_FP4_HD uint32 encode_e4m3x2_or_nan(float low, float high) {
-#if DS_FP4_ARCH >= 890
-    return encode_e4m3x2(low, high);
-#else
-    const uint32 codes = encode_e4m3x2_on_bits(low, high);
-    return low == low && high == high ? codes
-                                      : (low == low ? codes & 0xFF : 0x7F) | (high == high ? codes & 0xFF00 : 0x7F00);
-#endif
-}
-
 DS_FP4_HD void encode_e4m3x8(const Floats8& x, float inverse, uint32 (&codes)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const float v0 = multiply(float_at(x, 4 * i), inverse), v1 = multiply(float_at(x, 4 * i + 1), inverse);
         const float v2 = multiply(float_at(x, 4 * i + 2), inverse), v3 = multiply(float_at(x, 4 * i + 3), inverse);
-        codes[i] = encode_e4m3x2_or_nan(v0, v1) | encode_e4m3x2_or_nan(v2, v3) << 16;
+        codes[i] = encode_e4m3x2(v0, v1) | encode_e4m3x2(v2, v3) << 16;
     }
-}
-
-// Two FP32 numbers to BF16, to nearest even; too large ones become infinite as in torch.
-DS_FP4_HD uint32 pack_bf16x2(float low, float high) {
-#if DS_FP4_ARCH
-    uint32 result;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-    return result;
-#else
-    uint32 result = 0;
-    const uint32 bits[2] = {bits_of(low), bits_of(high)};
-    for (int i = 0; i < 2; ++i) {
-        const bool nan = (bits[i] & kMagnitudeMask) > kInfinityBits;
-        const uint32 rounded = nan ? 0x7FFFu : (bits[i] + 0x7FFF + ((bits[i] >> 16) & 1)) >> 16;
-        result |= rounded << (16 * i);
-    }
-    return result;
-#endif
 }
 
 // ---- formats ----

@@ -7,8 +7,8 @@
 //     d_gate_up        FP8 rows [R, 2I], for the data gradient
 //     d_gate_up        FP8 columns, for gate_up's weight gradient: the codes of the rows, moved to the tile's scale
 //     weight * h       FP8 columns, for down's weight gradient: the same, from rows that are never stored
-//     partial sums     FP32 [I/128, R] of dh * h over 128 columns, which sum_partials adds up: the routing weights'
-//     gradient
+//     partial sums     FP32 [I/128, R] of dh * h over 128 columns, which sum_partials adds up to the gradient of
+//                      the routing weights
 //
 // A block takes a tile: 128 rows of one group (expert) x 128 columns of I, gate and up alike.
 //
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<Activation>)
     }
     const int64 tile = strip_start + tile_in_strip;
     const int64 first_column = static_cast<int64>(column_tile) * kTileColumns;
-    const GroupTile place = find_tile(p.group_sizes, static_cast<int>(p.groups), tile, p.padded_input != 0);
+    const GroupTile place = find_tile(p.group_sizes, static_cast<int>(p.groups), tile, p.tiles, p.padded_input != 0);
     if (place.valid == 0) {
         return;
     }

@@ -204,19 +204,23 @@ def test_every_fp8_code_and_scale(device, source):
         checks.assert_same(ops.fp8_row_to_bf16(*on_gpu, dtype=dtype), expected, str(dtype))
 
 
-def test_every_fp4_code_and_pair_of_scales(device):
-    # In a group of four blocks: all pairs of a scale byte and a larger one beside it.
-    byte = torch.arange(256 * 256, dtype=torch.int32)
-    packed = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(4, 64).repeat(64 * 256, 1)
-    scales = torch.stack([byte & 0xFF, byte >> 8, byte & 0xFF, torch.zeros_like(byte)], 1).to(torch.uint8)
+def check_every_fp4_code_and_pair_of_scales(device, scale_bytes):
+    # In a group of four blocks: all pairs of two scale bytes, and the lowest.
+    pairs = torch.cartesian_prod(scale_bytes, scale_bytes)
+    packed = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(4, 64).repeat(len(pairs) // 4, 1)
+    scales = torch.stack([pairs[:, 1], pairs[:, 0], pairs[:, 1], torch.zeros_like(pairs[:, 0])], 1).to(torch.uint8)
     for options in ({}, {"scale_dtype": torch.uint8}, {"scale_layout": "gemm"}):
         expected = formats.fp4_row_to_fp8_row(packed, scales, **options)
         got = ops.fp4_row_to_fp8_row(packed.to(device), scales.to(device), **options)
         checks.assert_same(got, expected, str(options))
-    sizes = torch.full((256,), 256, dtype=torch.int32)
+    sizes = torch.full((len(scale_bytes),), len(scale_bytes), dtype=torch.int32)
     expected = formats.fp4_row_to_fp8_col(packed, scales, sizes)
     got = ops.fp4_row_to_fp8_col(packed.to(device), scales.to(device), sizes.to(device))
     checks.assert_same(got, expected, "columns")
+
+
+def test_every_fp4_code_and_pair_of_scales(device):
+    check_every_fp4_code_and_pair_of_scales(device, torch.arange(256))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -254,6 +258,8 @@ def _conversions(device):
     sizes = torch.tensor([0, 200, 0, 100], dtype=torch.int32, device=device)
     index = torch.randint(-1, 300, (300,), dtype=torch.int32, device=device)
     fp4, fp8 = ops.bf16_to_fp4_row(x), ops.bf16_to_fp8_row(x, scale_dtype=torch.uint8)
+    w1, w3 = (torch.randn(2, 128, 256, device=device).bfloat16() for _ in range(2))
+    gradient = torch.randn(2, 256, 256, device=device)
     columns = {"padded_rows": 384, "index": index, "scale_layout": "gemm"}
     return {
         "bf16_to_fp4_row": lambda **o: ops.bf16_to_fp4_row(x, index=index, **o),
@@ -266,6 +272,8 @@ def _conversions(device):
         "fp4_row_to_fp8_col": lambda **o: ops.fp4_row_to_fp8_col(*fp4, sizes, **columns, **o),
         "fp8_row_to_fp8_col": lambda **o: ops.fp8_row_to_fp8_col(*fp8, sizes, **columns, **o),
         "bf16_to_fp8_row_and_col": lambda **o: ops.bf16_to_fp8_row_and_col(x, sizes, **columns, **o),
+        "weight_to_fp8": lambda **o: ops.weight_to_fp8(w1, w3, **o),
+        "split_weight_gradient": lambda **o: ops.split_weight_gradient(gradient, **o),
     }
 
 
@@ -325,6 +333,16 @@ def test_the_callers_stream(device):
             assert not done.query(), f"{name} did not wait for its stream"
         stream.synchronize()
         for a, b in zip(_bytes(result), expected, strict=True):
+            assert torch.equal(a, b), name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_a_device_that_is_not_the_current_one():
+    for name, call in _conversions(torch.device("cuda", 1)).items():
+        with torch.cuda.device(1):
+            expected = _bytes(call())
+        assert torch.cuda.current_device() == 0
+        for a, b in zip(_bytes(call()), expected, strict=True):
             assert torch.equal(a, b), name
 
 

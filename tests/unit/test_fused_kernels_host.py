@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_fp4 import reference
 from ds_fp4.ops import fused, kernels, routing
 from tests import fused_checks as checks
 from tests.routing_checks import check_exchange
@@ -102,12 +103,21 @@ def test_swiglu_backward_many_groups():
     checks.check_swiglu_backward("cpu", sizes, 128)
 
 
+@pytest.mark.parametrize("sizes, padded_input", [([200], True), ([129], True), ([200], False)], ids=str)
+def test_swiglu_backward_stops_at_sizes_that_do_not_add_up(monkeypatch, sizes, padded_input):
+    # Of tensors on a GPU the sizes are not looked at before. Rows and padded rows for one tile.
+    arguments = torch.ones(128, 128, dtype=torch.bfloat16), None, torch.ones(128, 256, dtype=torch.bfloat16)
+    options = {"gate_up_format": "bf16", "padded_input": padded_input}
+    out = reference.swiglu_backward(*arguments, torch.tensor([128], dtype=torch.int32), **options)
+    monkeypatch.setattr(fused.activations, "prepare_swiglu_backward", lambda *_: (128, out))
+    with pytest.raises(RuntimeError, match="trap"):
+        fused.swiglu_backward(*arguments, torch.tensor(sizes, dtype=torch.int32), **options)
+
+
 @pytest.mark.parametrize("row_format", ["bf16", "mxfp4", "fp8"])
 @pytest.mark.parametrize("out_format", ["bf16", "mxfp4", "fp8"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_combine_rows(row_format, out_format, weighted):
-    if {(row_format, out_format)} <= {("mxfp4", "mxfp4"), ("fp8", "fp8")}:
-        pytest.skip("not compiled for the host")
     for in_records in (False, True):
         checks.check_combine_rows(
             "cpu", 21, 40, 1056, row_format=row_format, out_format=out_format, weighted=weighted, in_records=in_records
@@ -130,12 +140,29 @@ def test_combine_rows_values(row_format, out_format, kind):
 
 
 @pytest.mark.parametrize("row_format", ["mxfp4", "fp8"])
-@pytest.mark.parametrize("k", [512, 2112, 7168])
+@pytest.mark.parametrize("k", [512, 992, 1024, 1056, 2112, 7168])
 def test_combine_rows_lists_of_one_length(row_format, k):
     for longest in (2, 6, 35):
         checks.check_combine_rows(
             "cpu", 9, 20, k, row_format=row_format, out_format="bf16", longest=longest, one_length=True
         )
+
+
+def test_plans_that_lead_beyond_the_rows_stop_the_kernels():
+    # Of tensors on a GPU nobody looks at them before.
+    def int32(*values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    ids, scores = torch.tensor([[0, 3], [1, 2]]), torch.ones(2, 2)
+    plan = routing.plan_send(ids, 2, 2)
+    routing.pack_routing(ids, scores, plan.tokens, plan.records, 2)
+    with pytest.raises(RuntimeError, match="trap"):
+        routing.pack_routing(ids, scores, int32(0, 2), plan.records, 2)
+    with pytest.raises(RuntimeError, match="trap"):
+        routing.gather_gradients(torch.ones(2), int32(0, 2).view(1, 2))
+    routing.return_gradients(ids, plan.records, torch.ones(4, 2), 2)
+    with pytest.raises(RuntimeError, match="trap"):
+        routing.return_gradients(ids, plan.records, torch.ones(3, 2), 2)
 
 
 def test_combine_rows_empty():
@@ -146,6 +173,12 @@ def test_combine_rows_empty():
 @pytest.mark.parametrize("row_bytes, stride", [(16, 0), (48, 64), (3824, 3840), (100, 0), (36, 40), (7, 9), (1, 3)])
 def test_gather_rows(row_bytes, stride):
     checks.check_gather_rows("cpu", 50, row_bytes, 67, stride=stride)
+
+
+def test_gather_rows_of_too_many_units_is_refused():
+    records = torch.empty(1, (1 << 31) + 1, dtype=torch.uint8)  # memory that nobody touches
+    with pytest.raises(ValueError, match="units of a record below 2"):
+        fused.gather_rows(records)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "skewed", "one_rank", "dropped"])

@@ -2,13 +2,18 @@
 # ds_fp4 Team
 """The kernels' own sources, run on the host thread by thread (host_kernels), bit for bit against the reference."""
 
+import faulthandler
+import os
+import signal
+
 import pytest
 import torch
 
-from ds_fp4 import formats
+from ds_fp4 import formats, ops
 from ds_fp4.ops import kernels
 from tests import kernel_checks as checks
 from tests import strategies
+from tests.gpu import test_conversion_sweep as on_gpu
 from tests.unit.host_kernels import HostKernels
 
 DTYPES = strategies.FLOAT_DTYPES
@@ -100,8 +105,37 @@ def test_rows_too_long_for_the_kernels_are_converted_in_parts(host, monkeypatch)
         checks.check_fp4_row_to_bf16("cpu", rows, k, 0, torch.bfloat16, "none", aligned)
         checks.check_fp8_row_to_bf16("cpu", rows, k + 3, 0, torch.bfloat16, "none", torch.float32, aligned)
     assert len(host.launched) - launched > 3 * 13 * 2
+    # Rows of few values, but too many bytes apart.
+    launched = len(host.launched)
+    checks.check_bf16_to_fp4_row("cpu", "gaussian", 3, 512, 0, torch.bfloat16, "none", "even", True)
+    assert len(host.launched) - launched == 3 * 2
     with pytest.raises(ValueError, match="convert without an index"):
         checks.check_fp4_row_to_bf16("cpu", 2, 608, 0, torch.bfloat16, "random", True)
+
+
+def test_whole_tiles_that_are_not_aligned(host):
+    # 32 values a lane write 16 bytes, 16 write 8: outputs at 8 bytes get the latter, vectors all the same.
+    q, scales = strategies.random_fp8(9, 2048, 0, torch.uint8, 24)
+    expected = formats.fp8_row_to_fp4_row(q, scales)
+    for offset, template in ((0, "32, true"), (8, "16, true"), (1, "16, false")):
+        packed = torch.zeros(9, 1024 + 16, dtype=torch.uint8)[:, offset : offset + 1024]
+        got = ops.fp8_row_to_fp4_row(q, scales, out=(packed, torch.empty_like(expected[1])))
+        checks.assert_same(got, expected, template)
+        assert host.launched[-1] == f"fp8_row_to_fp4_row<false, {template}>"
+
+
+def test_not_finite_in_every_lane():
+    on_gpu.test_nan_in_every_lane("cpu")
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_every_fp8_code_and_scale(source):
+    on_gpu.test_every_fp8_code_and_scale("cpu", source)
+
+
+def test_every_fp4_code_and_pairs_of_scales():
+    ends_and_middle = torch.cat([torch.arange(10), torch.arange(118, 140, 3), torch.arange(246, 256)])
+    on_gpu.check_every_fp4_code_and_pair_of_scales("cpu", ends_and_middle)
 
 
 SIZES = [
@@ -160,6 +194,13 @@ def test_rows_of_weights_need_no_aligned_columns(host):
         assert host.launched[-1] == f"weight_to_fp8<Bf16, {vector}>", orientation
 
 
+def test_weights_whose_rows_are_too_far_apart_are_refused():
+    # Memory that nobody touches. Kernels multiply rows by strides of 32 bits.
+    w1 = torch.empty((1 << 30) + 4, dtype=torch.bfloat16).as_strided((1, 2, 4), (1 << 30, 1 << 30, 1))
+    with pytest.raises(ValueError, match="a row stride in bytes below 2"):
+        ops.weight_to_fp8(w1)
+
+
 @pytest.mark.parametrize("aligned", [True, False])
 def test_split_weight_gradient(aligned):
     for seed, (experts, rows, k) in enumerate([(1, 1, 8), (3, 40, 264), (2, 3, 5), (0, 2, 8)]):
@@ -177,6 +218,50 @@ def test_nothing_to_do(host, name):
     checks.check_bf16_to_fp8_row_and_col("cpu", "gaussian", sizes, 64, 0, torch.bfloat16, "none")
     # An index of nothing but -1 needs no input rows; that is the one launch.
     assert len(host.launched) - launched <= 1
+
+
+def _ends_by(call) -> int:
+    """The signal that ended a process which made the call; 0 if it came back."""
+    child = os.fork()
+    if child == 0:
+        try:
+            faulthandler.disable()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            call()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize(
+    "sizes, padded_rows, stops",
+    [
+        ((128, 72), 256, False),
+        ((128, 100), 256, True),  # more rows than there are
+        ((200,), 128, True),  # more padded rows than the output has
+        ((72, 300), 256, True),  # the second group's
+        ((100,), 256, False),  # fewer of both: what nobody asked for is left as it was
+    ],
+)
+def test_group_sizes_that_do_not_add_up_stop_the_kernels(monkeypatch, sizes, padded_rows, stops):
+    # Of tensors on a GPU the sizes are not looked at before.
+    rows, k = 200, 96
+    outputs = formats.bf16_to_fp8_row_and_col(torch.zeros(rows, k), _sizes(128, 72))
+    rows_out, columns_out = outputs
+    x = torch.ones(rows, k)
+    fp4, fp8 = formats.bf16_to_fp4_row(x), formats.bf16_to_fp8_row(x)
+    for name in ("fp4_row_to_fp8_col", "fp8_row_to_fp8_col"):
+        monkeypatch.setattr(formats.checks, f"prepare_{name}", lambda *_: (padded_rows, columns_out))
+    monkeypatch.setattr(
+        formats.checks, "prepare_bf16_to_fp8_row_and_col", lambda *_: (padded_rows, rows_out, columns_out)
+    )
+    for index in (None, torch.arange(rows, dtype=torch.int32)):
+        for call in (
+            lambda index=index: ops.fp4_row_to_fp8_col(*fp4, _sizes(*sizes), index=index),
+            lambda index=index: ops.fp8_row_to_fp8_col(*fp8, _sizes(*sizes), index=index),
+            lambda index=index: ops.bf16_to_fp8_row_and_col(x, _sizes(*sizes), index=index),
+        ):
+            assert _ends_by(call) == (-signal.SIGABRT if stops else 0)
 
 
 def test_every_instantiation_ran(host, request):

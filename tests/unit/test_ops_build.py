@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -226,6 +227,34 @@ def test_folder_that_cannot_be_entered(work, monkeypatch, capsys):
     assert f"cannot write to {folder}" in capsys.readouterr().err
 
 
+def test_folder_that_is_closed_after_its_lock_was_made(work, monkeypatch, capsys):
+    host = work / "host"
+    host.mkdir()
+    monkeypatch.setattr(cache, "host_folder", lambda: host)
+    real = cache.tempfile.mkdtemp
+
+    def denying(*args, dir, **kwargs):
+        if Path(dir) != host:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(dir))
+        return real(*args, dir=dir, **kwargs)
+
+    monkeypatch.setattr(cache.tempfile, "mkdtemp", denying)
+    assert cache.get("k-1.so", _artifact) == host / "k-1.so"
+    assert "cannot write to" in capsys.readouterr().err
+
+
+def test_a_failure_that_cannot_be_noted_is_still_the_builds(work, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def build(attempt):
+        raise RuntimeError("the compiler's output")
+
+    monkeypatch.setattr(cache, "_write", full)
+    with pytest.raises(cache.BuildError, match="the compiler's output"):
+        cache.get("k-1.so", build)
+
+
 def test_host_folder_is_private(monkeypatch, tmp_path):
     monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
     first = cache.host_folder()
@@ -435,6 +464,13 @@ def test_what_an_install_builds(work, cuda_torch):
     assert "--use_fast_math" not in flags
 
 
+def test_an_install_with_an_old_setuptools_says_so(monkeypatch):
+    setuptools = pytest.importorskip("setuptools")
+    monkeypatch.setattr(setuptools, "__version__", "65.5.0")
+    with pytest.raises(SystemExit, match="setuptools 77 or later, got 65.5.0"):
+        runpy.run_path(str(OPS.parent / "setup.py"))
+
+
 def test_an_install_without_cuda_says_why(monkeypatch):
     import torch
 
@@ -473,6 +509,11 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(builder, "nvcc_version", lambda: "13.0")
     return builder
+
+
+def test_architectures_may_name_features_of_one_gpu(hopper, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a 10.0f+PTX;7.5")
+    assert hopper.FP4Builder().architectures() == ["9.0", "10.0+PTX"]
 
 
 def test_what_keeps_nvcc_from_building_is_named(hopper, monkeypatch):
