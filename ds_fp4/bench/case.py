@@ -16,9 +16,7 @@ Made = tuple[Run, int, Run | None]
 
 def nbytes(*tensors: torch.Tensor | tuple | list | None) -> int:
     """Bytes of all elements, of nested tuples too; None is nothing."""
-    return sum(
-        t.numel() * t.element_size() if isinstance(t, torch.Tensor) else nbytes(*(t or ())) for t in tensors
-    )
+    return sum(t.numel() * t.element_size() if isinstance(t, torch.Tensor) else nbytes(*(t or ())) for t in tensors)
 
 
 @dataclass(frozen=True)
