@@ -69,12 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the results there")
 
 
-def recipe_for(setting: dict, weight_cache: str = "step") -> LayerRecipe:
+def recipe_for(setting: dict) -> LayerRecipe:
     """A preset with changes."""
     changes = {key: value for key, value in setting.items() if key != "recipe"}
-    return LayerRecipe(
-        scale_rounding="even", **{**PRESETS[setting["recipe"]], **changes, "weight_cache": weight_cache}
-    )
+    return LayerRecipe(scale_rounding="even", **{**PRESETS[setting["recipe"]], **changes})
 
 
 class Inputs:

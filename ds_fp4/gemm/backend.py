@@ -15,7 +15,6 @@ from .groups import Groups
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-GEMMS = ("forward", "weight_gradient")
 OUT_DTYPES = (torch.bfloat16, torch.float32)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_fp4 import gemm
-from ds_fp4.config import PRESETS, LayerRecipe
+from ds_fp4.bench.experts import recipe_for
 from ds_fp4.experts import ExpertLayer, LayerSpec
 from ds_fp4.experts.compute import Fp8Compute
 
@@ -31,14 +31,9 @@ def _hopper() -> bool:
 pytestmark = pytest.mark.skipif(not _hopper(), reason="FP8 GEMMs need a Hopper GPU")
 
 
-def _recipe(setting: dict) -> LayerRecipe:
-    changes = {key: value for key, value in setting.items() if key != "recipe"}
-    return LayerRecipe(scale_rounding="even", **{**PRESETS[setting["recipe"]], **changes})
-
-
 def _layer(setting: str, device: str, backends: gemm.GemmBackends | None = None) -> ExpertLayer:
     spec = LayerSpec(HIDDEN, INTERMEDIATE, EXPERTS, 1, TOP_K)
-    return ExpertLayer(spec, _recipe(SETTINGS[setting]), None, backends or gemm.choose("auto", "auto", device))
+    return ExpertLayer(spec, recipe_for(SETTINGS[setting]), None, backends or gemm.choose("auto", "auto", device))
 
 
 def _inputs(tokens: int = 700, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -191,7 +186,7 @@ def test_fp8_weights_that_are_kept_and_that_are_not(recompute):
     _run(_layer("mxfp4", "cuda"), inputs, "cuda")  # what libraries allocate for themselves
     results, memory = {}, {}
     for cache in ("step", "none"):
-        recipe = _recipe({"recipe": "mxfp4", "recompute": recompute, "weight_cache": cache})
+        recipe = recipe_for({"recipe": "mxfp4", "recompute": recompute, "weight_cache": cache})
         spec = LayerSpec(HIDDEN, INTERMEDIATE, EXPERTS, 1, TOP_K)
         layer = ExpertLayer(spec, recipe, None, gemm.choose("auto", "auto", "cuda"))
 
