@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""Grouped GEMMs as one cuBLAS block-scaled GEMM per expert, through torch.
+"""Grouped GEMMs as one cuBLAS block-scaled GEMM per expert.
 
 Activations have a scale per 1 x 128 and weights per 128 x 128; weight gradients have 1 x 128 on both sides. cuBLAS
 reads the former with strides (1, rows), rows being those of the call, and the latter with their rows aligned to four
-scales. torch's older call, `_scaled_mm`, guesses the kind of scaling from shapes and does not know of the alignment:
-its numbers are wrong where K/128 is not a multiple of four. `_scaled_mm_v2`, which `torch.nn.functional.scaled_mm`
-wraps, is told both, and its overload with `out` writes in place.
+scales.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
-from torch.nn.functional import ScalingType
 
 from ds_fp4.formats import FP8_GROUP
 
-from .backend import Backend, Pair, expert_columns
+from .backend import Backend, Pair
+from .cublaslt import SCALE_1X128, SCALE_128X128, Library, ScaledMatmul
 from .groups import Groups
 
 # cuBLAS wants FP8 operands whose dimensions are multiples of 16 bytes.
@@ -32,11 +31,14 @@ class CublasBackend(Backend):
     name = "cublas"
 
     def __init__(self, device: torch.device) -> None:
-        if torch.version.cuda is None:
-            raise RuntimeError(f"torch {torch.__version__} is built without CUDA")
+        self._library = Library()
+        self._device = device
 
     def describe(self) -> str:
-        return f"torch {torch.__version__} with CUDA {torch.version.cuda}, a block-scaled GEMM per expert"
+        return (
+            f"cuBLASLt {self._library.version} of torch {torch.__version__} with CUDA {torch.version.cuda}, a "
+            "block-scaled GEMM per expert"
+        )
 
     def check_shape(self, gemm: str, n: int, k: int) -> None:
         # The summed dimension of a weight gradient is rows, which are padded to 128.
@@ -50,59 +52,61 @@ class CublasBackend(Backend):
 
     @torch.no_grad()
     def _grouped_gemm(self, a: Pair, b: Pair, groups: Groups, out: torch.Tensor) -> None:
+        _, n, k = b[0].shape
         weight_scales = torch.nn.functional.pad(b[1], (0, -b[1].shape[2] % SCALE_ALIGNMENT))
-        start = 0
-        for expert, size in enumerate(groups.sizes):
-            if size:
-                rows = slice(start, start + size)
-                scales = _with_rows_as_stride(a[1][rows])
-                _multiply(a[0][rows], scales, b[0][expert], weight_scales[expert].t(), _BLOCK_128X128, out[rows])
-            start += size
+        with self._matmul(SCALE_128X128, out.dtype).launches() as multiply:
+            row = 0
+            for expert, size in enumerate(groups.sizes):
+                if size:
+                    scales = _with_rows_as_stride(a[1][row : row + size])
+                    multiply(
+                        _address(a[0], row * k),
+                        _address(scales),
+                        _address(b[0], expert * n * k),
+                        _address(weight_scales, expert * weight_scales.stride(0)),
+                        _address(out, row * n),
+                        (size, n, k),
+                    )
+                row += size
 
     @torch.no_grad()
     def _weight_gradient(self, a: Pair, b: Pair, groups: Groups, outs: Sequence[torch.Tensor]) -> None:
-        right_blocks = expert_columns((b[0], _with_rows_as_stride(b[1])), groups)
-        start = 0
-        for out in outs:
-            rows = slice(start, start + out.shape[1])
-            # One copy for all experts, where `out` is not the whole of a; blocks of tiles are views of it.
-            scales = _with_rows_as_stride(a[1][rows])
-            for left, right in zip(expert_columns(a, groups), right_blocks, strict=True):
-                tiles = slice(left.first_tile, left.first_tile + left.scales.shape[1])
-                _multiply(
-                    left.q[rows],
-                    _with_rows_as_stride(scales[:, tiles]),
-                    right.q,
-                    _with_rows_as_stride(right.scales),
-                    _BLOCK_1X128,
-                    out[left.expert],
-                )
-            start = rows.stop
+        width, k = a[1].shape[0], b[1].shape[0]
+        b_scales = _with_rows_as_stride(b[1])
+        with self._matmul(SCALE_1X128, outs[0].dtype).launches() as multiply:
+            first = 0
+            for out in outs:
+                n = out.shape[1]
+                # A copy where `out` is not the whole of a, one for all experts.
+                a_scales = _with_rows_as_stride(a[1][first : first + n])
+                row = 0
+                for expert, size in enumerate(groups.sizes):
+                    if size:
+                        tile = row // FP8_GROUP
+                        multiply(
+                            _address(a[0], width * row + first * size),
+                            _address(a_scales, tile * n),
+                            _address(b[0], k * row),
+                            _address(b_scales, tile * k),
+                            _address(out, expert * n * k),
+                            (n, k, size),
+                        )
+                    row += size
+                first += n
+
+    @functools.cache  # noqa: B019 (a backend lives as long as the process)
+    def _matmul(self, b_scaling: int, out_dtype: torch.dtype) -> ScaledMatmul:
+        return ScaledMatmul(self._library, self._device, b_scaling, out_dtype)
 
 
-_scaled_mm = torch.ops.aten._scaled_mm_v2.out
-_BLOCK_1X128 = ScalingType.BlockWise1x128.value
-_BLOCK_128X128 = ScalingType.BlockWise128x128.value
+def _address(t: torch.Tensor, offset: int = 0) -> int:
+    """Of the value `offset` after the tensor's first."""
+    return t.data_ptr() + offset * t.element_size()
 
 
 def _with_rows_as_stride(scales: torch.Tensor) -> torch.Tensor:
-    """Scales [rows, tiles] with strides exactly (1, rows), as torch demands even of a single tile; a copy only if the
-    values lie elsewhere."""
+    """Scales [rows, tiles] with strides exactly (1, rows); a copy only if the values lie elsewhere."""
     rows = scales.shape[0]
     if scales.stride() == (1, rows):
         return scales
     return scales.t().contiguous().as_strided(scales.shape, (1, rows))
-
-
-def _multiply(
-    a: torch.Tensor,
-    a_scales: torch.Tensor,
-    b: torch.Tensor,
-    b_scales: torch.Tensor,
-    b_scaling: int,
-    out: torch.Tensor,
-) -> None:
-    """out [M, N] = a [M, K] @ b [N, K]^T with 1 x 128 scales of a; sums are FP32 throughout."""
-    _scaled_mm(
-        a, b.t(), [a_scales], [_BLOCK_1X128], [], [b_scales], [b_scaling], [], None, out.dtype, [], False, out=out
-    )

@@ -6,6 +6,8 @@ what the real ones demand of shapes and strides."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import math
 import subprocess
 import sys
 import types
@@ -15,7 +17,7 @@ import torch
 
 from ds_fp4 import gemm
 from ds_fp4.formats.columns import column_blocks
-from ds_fp4.gemm import cublas, deepgemm, selection
+from ds_fp4.gemm import cublas, cublaslt, deepgemm, selection
 from ds_fp4.gemm.emulation import EmulationBackend, decode
 from tests import gemm_checks as checks
 
@@ -150,24 +152,41 @@ def deep_gemm_module(monkeypatch, **changes):
     return module
 
 
-def strict_scaled_mm(
-    a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, bias, dtype, dims, fast, *, out
-):
-    """`aten::_scaled_mm_v2.out` with torch's checks of block scaling."""
-    (m, k), n = a.shape, b.shape[1]
-    (scale_a,), (scale_b,) = scale_a, scale_b
-    assert a.is_contiguous() and b.t().is_contiguous() and out.is_contiguous() and out.shape == (m, n)
-    assert (recipe_a, swizzle_a, swizzle_b, bias, dtype, dims, fast) == ([4], [], [], None, out.dtype, [], False)
-    tiles = -(-k // 128)
-    assert scale_a.shape == (m, tiles) and scale_a.stride() == (1, m)
-    if recipe_b == [4]:
-        assert scale_b.shape == (n, tiles) and scale_b.stride() == (1, n)
-        right = decode(b.t(), scale_b)
-    else:
-        aligned = -(-tiles // 4) * 4
-        assert recipe_b == [5] and scale_b.shape == (aligned, -(-n // 128)) and scale_b.stride() == (1, aligned)
-        right = decode(b.t(), scale_b.t()[:, :tiles], 128)
-    out.copy_(decode(a, scale_a) @ right.t())
+def at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The host tensor there; a write reaches it."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=dtype).view(shape)
+
+
+class HostMatmul:
+    """`cublaslt.ScaledMatmul` on the host: reads memory as cuBLAS documents it."""
+
+    def __init__(self, library, device, b_scaling, out_dtype):
+        self.b_scaling, self.out_dtype = b_scaling, out_dtype
+
+    @contextlib.contextmanager
+    def launches(self):
+        yield self.multiply
+
+    def multiply(self, a, a_scales, b, b_scales, out, shape):
+        m, n, k = shape
+        tiles = -(-k // 128)
+        a, b = (at(codes, (rows, k), torch.float8_e4m3fn) for codes, rows in ((a, m), (b, n)))
+        left = decode(a, at(a_scales, (tiles, m), torch.float32).t())
+        if self.b_scaling == cublaslt.SCALE_1X128:
+            right = decode(b, at(b_scales, (tiles, n), torch.float32).t())
+        else:
+            assert self.b_scaling == cublaslt.SCALE_128X128
+            scales = at(b_scales, (-(-n // 128), -(-tiles // 4) * 4), torch.float32)
+            right = decode(b, scales[:, :tiles], 128)
+        at(out, (m, n), self.out_dtype).copy_(left @ right.t())
+
+
+@pytest.fixture
+def host_matmul(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cublas, "Library", lambda: types.SimpleNamespace(version=130000))
+    monkeypatch.setattr(cublas, "ScaledMatmul", HostMatmul)
 
 
 @pytest.fixture
@@ -177,9 +196,7 @@ def deepgemm_backend(monkeypatch):
 
 
 @pytest.fixture
-def cublas_backend(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cublas, "_scaled_mm", strict_scaled_mm)
+def cublas_backend(host_matmul):
     return cublas.CublasBackend(CPU)
 
 
@@ -209,10 +226,8 @@ def test_few_experts_run_without_clusters(deepgemm_backend):
 
 @pytest.mark.parametrize("kind", ["forward", "weight_gradient"])
 @pytest.mark.parametrize("name", ["deepgemm", "cublas"])
-def test_a_library_is_tried_out_once(name, kind, hopper, monkeypatch):
+def test_a_library_is_tried_out_once(name, kind, hopper, host_matmul, monkeypatch):
     module = deep_gemm_module(monkeypatch)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cublas, "_scaled_mm", strict_scaled_mm)
     backend = selection._load(name, CPU, kind)
     assert backend.name == name, backend
     assert selection._load(name, CPU, kind) is backend
@@ -242,6 +257,72 @@ def test_why_a_library_cannot_be_had(hopper, monkeypatch, tmp_path):
     assert "set CUDA_HOME" in selection._load("deepgemm", CPU, "forward")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in selection._load("cublas", CPU, "forward")
+
+
+def test_why_cublas_cannot_be_had(hopper, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "77.0")
+    assert "libcublasLt.so.77 cannot be loaded" in selection._load("cublas", CPU, "forward")
+    old = types.SimpleNamespace(
+        cublasLtGetVersion=FakeFunction(120800), cublasLtGetStatusString=FakeFunction(b"not supported")
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: old)
+    selection._loaded.clear()
+    assert "cuBLASLt 120800 has no block scaling on Hopper" in selection._load("cublas", CPU, "forward")
+
+
+class FakeFunction:
+    """A C function that counts its calls and returns a status."""
+
+    def __init__(self, result=0, effect=None):
+        self.result, self.effect, self.calls = result, effect, []
+
+    def __call__(self, *args):
+        self.calls.append(args)
+        if self.effect:
+            self.effect(*args)
+        return self.result
+
+
+@pytest.fixture
+def fake_library(monkeypatch):
+    def find(*args):
+        args[-1]._obj.value = 1
+
+    functions = {name: FakeFunction() for name in cublaslt._SIGNATURES}
+    functions["cublasLtMatmulAlgoGetHeuristic"].effect = find
+    library = types.SimpleNamespace(
+        cublasLtGetVersion=FakeFunction(130100), cublasLtGetStatusString=FakeFunction(b"not supported"), **functions
+    )
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=7))
+    return library
+
+
+def test_a_shape_is_planned_once(fake_library):
+    matmul = cublaslt.ScaledMatmul(cublaslt.Library(), CPU, cublaslt.SCALE_1X128, torch.bfloat16)
+    planned = fake_library.cublasLtMatmulAlgoGetHeuristic.calls
+    launched = fake_library.cublasLtMatmul.calls
+    with matmul.launches() as multiply:
+        for _ in range(2):
+            multiply(256, 16, 512, 32, 1024, (64, 32, 128))
+        assert (len(planned), len(launched)) == (1, 2)
+        multiply(256, 16, 512, 32, 1024, (64, 32, 256))
+        multiply(256, 16, 512 + 16, 32, 1024, (64, 32, 128))  # less aligned: not every algorithm can
+    assert (len(planned), len(launched)) == (3, 4)
+    assert launched[0][3] == 512 and launched[0][5] == 256 and launched[0][-1] == 7
+
+
+def test_what_cublas_refuses_is_said_in_its_words(fake_library):
+    matmul = cublaslt.ScaledMatmul(cublaslt.Library(), CPU, cublaslt.SCALE_128X128, torch.float32)
+    with matmul.launches() as multiply:
+        fake_library.cublasLtMatmul.result = 15
+        with pytest.raises(RuntimeError, match=r"cublasLtMatmul of \(M, N, K\) = \(64, 32, 128\): not supported"):
+            multiply(256, 16, 512, 32, 1024, (64, 32, 128))
+        fake_library.cublasLtMatmulAlgoGetHeuristic.effect = None
+        with pytest.raises(RuntimeError, match="no algorithm for"):
+            multiply(256, 16, 512, 32, 1024, (64, 64, 128))
 
 
 def test_shapes_that_a_library_cannot_do(deepgemm_backend, cublas_backend):
