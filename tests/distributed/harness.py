@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 _PRELOAD = [
     "torch",
@@ -27,7 +28,10 @@ _PRELOAD = [
     "deepspeed.module_inject.auto_ep_layer",
     "transformers",
     "transformers.models.mixtral.modeling_mixtral",
+    "pytest",
+    "torch.utils.cpp_extension",
     "tests.distributed.models",
+    "tests.distributed.preloaded",
 ]
 
 
@@ -49,9 +53,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _context(device: str):
+def _context(fresh: bool):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if device == "cuda":
+    if fresh:
         # DeepSpeed's import asks the driver for its GPUs, and a process forked after that cannot use them.
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -85,6 +89,7 @@ def _use_device(device: str, rank: int) -> None:
 def _rank_main(
     rank: int,
     world_size: int,
+    device: str,
     port: int,
     folder: str,
     env: dict[str, str],
@@ -92,7 +97,6 @@ def _rank_main(
     args: tuple,
     joins: bool,
 ) -> None:
-    device = device_for(world_size)
     # No LOCAL_SIZE: with it DeepSpeed's CPU backend maps 66 MiB of shared memory a rank, and leaves it behind.
     os.environ.update(
         DS_ACCELERATOR=device,
@@ -129,6 +133,7 @@ def run_ranks(
     timeout: float = 180.0,
     env: dict[str, str] | None = None,
     joins: bool = True,
+    on_cpu: bool = False,
 ) -> list[Any]:
     """Call `function(*args)` on every rank and return what each returned, by rank.
 
@@ -138,18 +143,24 @@ def run_ranks(
         timeout: seconds for all ranks together.
         env: extra environment variables.
         joins: whether to call `deepspeed.init_distributed` first.
+        on_cpu: that no rank is to see a GPU, where there are any.
 
     Raises RankFailure with every rank's traceback if any rank raised, died or did not finish.
     """
-    context = _context(device_for(world_size))
+    device = "cpu" if on_cpu else device_for(world_size)
+    hides_gpus = on_cpu and device_for(1) == "cuda"
+    context = _context(fresh=device == "cuda" or hides_gpus)
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         processes = [
-            context.Process(target=_rank_main, args=(rank, world_size, port, folder, env or {}, function, args, joins))
+            context.Process(
+                target=_rank_main, args=(rank, world_size, device, port, folder, env or {}, function, args, joins)
+            )
             for rank in range(world_size)
         ]
-        for process in processes:
-            process.start()
+        with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"} if hides_gpus else {}):
+            for process in processes:
+                process.start()
         started = time.monotonic()
         deadline = started + timeout
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
