@@ -4,15 +4,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-import subprocess
+import runpy
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from launch import bench_checkpointing as bench
+from tests.distributed.harness import RankFailure, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = {"model": "m", "steps": 1}
@@ -56,85 +62,76 @@ def test_numbers_of_other_arguments_are_not_mixed(tmp_path):
         bench.Record(path, {**ARGUMENTS, "steps": 2})
 
 
-SCRIPT = """
-import sys, time
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from launch import bench_checkpointing as bench
+def _measure_all(path: Path, limit: int) -> None:
+    """On each rank; what it prints, and what a watchdog prints for it, goes to a file beside `path`."""
+    sys.stdout = sys.stderr = open(path.with_suffix(f".{os.environ['RANK']}"), "a", buffering=1)
+    dist.init_process_group("gloo")
+    record = bench.Record(path, {})
+    rank, several = dist.get_rank(), dist.get_world_size() > 1
 
-dist.init_process_group("gloo")
-path, limit = Path(sys.argv[1]), int(sys.argv[2])
-record = bench.Record(path, {})
-rank, several = dist.get_rank(), dist.get_world_size() > 1
+    def measure(variant: str) -> dict:
+        if variant == "torch" and (rank == 1 or not several):
+            raise ArithmeticError("no good")
+        if variant == "saved-fp8":
+            time.sleep(600)
+        dist.all_reduce(torch.ones(1))
+        return {"variant": variant}
 
-def measure(variant):
-    if variant == "torch" and (rank == 1 or not several):
-        raise ArithmeticError("no good")
-    if variant == "saved-fp8":
-        time.sleep(600)
-    dist.all_reduce(torch.ones(1))
-    return {"variant": variant}
-
-todo = record.todo(["none", "torch", "saved-mxfp4", *(["saved-fp8"] if limit < 60 else [])])
-dist.barrier()
-bench.measure_all(todo, record, measure, limit, print if rank == 0 else lambda *_, **__: None)
-dist.destroy_process_group()
-"""
+    todo = record.todo(["none", "torch", "saved-mxfp4", *(["saved-fp8"] if limit < 60 else [])])
+    dist.barrier()
+    bench.measure_all(todo, record, measure, limit, print if rank == 0 else lambda *_, **__: None)
+    dist.destroy_process_group()
 
 
-def run(tmp_path: Path, processes: int, limit: int) -> tuple[int, dict, str]:
-    script, path = tmp_path / "script.py", tmp_path / "a.json"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        + [str(script), str(path), str(limit)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return done.returncode, json.loads(path.read_text()), done.stdout + done.stderr
+def run(tmp_path: Path, processes: int, limit: int) -> tuple[list[str | None], dict, str]:
+    """How each rank ended, the record, and what all printed."""
+    path, errors = tmp_path / "a.json", [None] * processes
+    try:
+        run_ranks(processes, _measure_all, path, limit, joins=False, on_cpu=True)
+    except RankFailure as failure:
+        errors = failure.errors
+    return errors, json.loads(path.read_text()), "".join(p.read_text() for p in sorted(tmp_path.glob("a.[0-9]")))
 
 
 def test_a_rank_that_fails_ends_the_run_and_the_next_one_goes_on(tmp_path):
-    code, record, printed = run(tmp_path, 2, 100)
-    assert code != 0 and "torch failed on rank 1: ArithmeticError: no good" in printed
+    ended, record, printed = run(tmp_path, 2, 100)
+    assert ended[1] == "died with exit code 1" and "torch failed on rank 1: ArithmeticError: no good" in printed
     assert record["rows"] == [{"variant": "none"}] and record["tries"] == {"torch": ["ArithmeticError: no good"]}
-    code, record, _ = run(tmp_path, 2, 100)
-    assert code != 0 and record["rows"] == [{"variant": "none"}, {"variant": "saved-mxfp4"}]
+    ended, record, _ = run(tmp_path, 2, 100)
+    assert ended[1] == "died with exit code 1" and record["rows"] == [{"variant": "none"}, {"variant": "saved-mxfp4"}]
     assert len(record["tries"]["torch"]) == 2
-    code, _, _ = run(tmp_path, 2, 100)
-    assert code == 0
+    ended, _, _ = run(tmp_path, 2, 100)
+    assert ended == [None, None]
 
 
 def test_one_rank_alone_goes_on_after_a_failure_and_a_hang_ends(tmp_path):
-    code, record, printed = run(tmp_path, 1, 4)
-    assert code != 0 and "Timeout (0:00:04)!" in printed
+    ended, record, printed = run(tmp_path, 1, 4)
+    assert ended == ["died with exit code 1"] and "Timeout (0:00:04)!" in printed
     assert record["rows"] == [{"variant": "none"}, {"variant": "saved-mxfp4"}]
     assert record["tries"] == {"torch": ["ArithmeticError: no good"], "saved-fp8": ["did not end"]}
+
+
+def _main(arguments: list[str]) -> str:
+    """The script by its path, as launchers start it; what it printed."""
+    sys.argv = [str(ROOT / "launch/bench_checkpointing.py"), *arguments]
+    sys.path[:] = [path for path in sys.path if Path(path) != ROOT]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize("recipe", ("bf16", "mxfp4"))
 def test_a_tiny_model_on_two_ranks(recipe, tmp_path):
     path = tmp_path / "a.json"
     variants = ["none", "torch", "saved-fp8", "layers-mxfp4", "layers-mxfp4-inexact", "experts-mxfp4-offload"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "launch/bench_checkpointing.py"), "--model", "deepseek-v3-tiny", "--recipe", recipe]
-    command += ["--seq-len", "64", "--micro-batch-size", "1", "--steps", "1", "--warmup", "0", "--output", str(path)]
-    done = subprocess.run(
-        [*command, "--variants", *variants],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["--model", "deepseek-v3-tiny", "--recipe", recipe, "--seq-len", "64", "--micro-batch-size", "1"]
+    words += ["--steps", "1", "--warmup", "0", "--output", str(path), "--variants", *variants]
+    printed, _ = run_ranks(2, _main, words, joins=False, on_cpu=True)
     record = json.loads(path.read_text())
     kept = {row["variant"]: row["kept_per_token_and_layer"] for row in record["rows"]}
     # With this recipe ds_fp4 computes the experts: the scope would have nothing to do.
     left_out = ["experts-mxfp4-offload"] if recipe == "mxfp4" else []
     assert list(kept) == [v for v in variants if v not in left_out] and not record["tries"]
-    assert ("experts-mxfp4-offload is left out" in done.stdout) == bool(left_out)
+    assert ("experts-mxfp4-offload is left out" in printed) == bool(left_out)
     # 0.266 of the inputs; what is too small to be packed (positions) counts in so short a sequence.
     assert kept["layers-mxfp4"] < 0.28 * kept["torch"] < 0.28 * kept["none"]

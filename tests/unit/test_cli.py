@@ -7,12 +7,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from ds_fp4.cli import main, report
 from ds_fp4.cli.run import launcher_arguments
+from tests.unit.program import run_program
 
 RUN = ["--module", "ds_fp4.cli.run_script"]
 
@@ -42,22 +44,29 @@ def test_no_python_is_refused():
 SCRIPT = "import sys, beside; print(__name__, 'ds_fp4' in sys.modules, *sys.argv[1:])"
 
 
-def _run(folder, *words: str) -> subprocess.CompletedProcess:
+def _files(folder: Path) -> None:
     (folder / "script.py").write_text(SCRIPT)
     (folder / "beside.py").write_text("")
+
+
+def test_a_launched_process_runs_the_script_itself(tmp_path):
+    _files(tmp_path)
     environment = {**os.environ, "RANK": "0", "DS_ACCELERATOR": "cpu"}
     # By the file, as the installed program does: the working folder is not on the path then.
-    command = [sys.executable, main.__file__, "run", *words]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, main.__file__, "run", "script.py", "--x", "y"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("__main__ True") and done.stdout.rstrip().endswith("--x y")
 
 
 @pytest.mark.parametrize(
     "words", (["script.py"], ["-m", "script"], ["--module", "script"], ["--local_rank=0", "script.py"])
 )
-def test_a_launched_process_runs_the_script_itself(words, tmp_path):
-    done = _run(tmp_path, *words, "--x", "y")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("__main__ True") and done.stdout.rstrip().endswith("--x y")
+def test_ways_to_name_the_script(words, tmp_path):
+    _files(tmp_path)
+    status, printed = run_program(main.__file__, ["run", *words, "--x", "y"], tmp_path)
+    assert status == 0
+    assert printed.splitlines()[-1].startswith("__main__ True") and printed.rstrip().endswith("--x y")
 
 
 @pytest.mark.parametrize(
@@ -69,8 +78,9 @@ def test_a_launched_process_runs_the_script_itself(words, tmp_path):
     ],
 )
 def test_a_launched_process_without_a_script(words, message, tmp_path):
-    done = _run(tmp_path, *words)
-    assert done.returncode == 1 and message in done.stderr
+    _files(tmp_path)
+    status, printed = run_program(main.__file__, ["run", *words], tmp_path)
+    assert isinstance(status, str) and message in status and "__main__" not in printed
 
 
 def test_the_report_names_the_kernels_in_use(monkeypatch, capsys):

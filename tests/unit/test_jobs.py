@@ -160,27 +160,30 @@ def test_checkpointing_configs(tmp_path, capsys):
         checkpointing_configs.main([str(tmp_path), "--set", "bf16", "recipe=fp8"])
 
 
+# A job, but for the training: a run's files are there already.
 SHARED_SCRIPT = """
-import sys, time
-from pathlib import Path
+import os, shutil, sys, time
 
-sys.path.insert(0, {root!r})
-from launch import compare, jobs
-from tests.unit import test_jobs
-
-share, output = (Path(sys.argv[sys.argv.index(word) + 1]) for word in ("--share", "--output"))
-for entry, seed in (("bf16", 0), ("mxfp4", 0), ("bf16", 1), ("mxfp4", 1)):
-    if compare.claim(share, f"{{entry}}-seed{{seed}}"):
-        if entry == "mxfp4" and seed == 0:
-            raise ArithmeticError("no good")
-        time.sleep(1)
-        test_jobs.finish(output, test_jobs.OPTIONS, entry, seed, processes=1)
+share, output = (sys.argv[sys.argv.index(word) + 1] for word in ("--share", "--output"))
+for name in ("bf16-seed0", "mxfp4-seed0", "bf16-seed1", "mxfp4-seed1"):
+    try:
+        open(os.path.join(share, name), "x").close()
+    except FileExistsError:
+        continue
+    if name == "mxfp4-seed0":
+        raise ArithmeticError("no good")
+    time.sleep(1)
+    shutil.copytree(os.path.join({ready!r}, name), output, dirs_exist_ok=True)
 """
 
 
 def test_a_failed_run_does_not_cost_the_others_theirs(tmp_path, monkeypatch, capsys):
-    script = tmp_path / "script.py"
-    script.write_text(SHARED_SCRIPT.format(root=str(Path(__file__).resolve().parents[2])))
+    script, ready = tmp_path / "script.py", tmp_path / "ready"
+    for entry, seed in (("bf16", 0), ("bf16", 1), ("mxfp4", 1)):
+        folder = ready / f"{entry}-seed{seed}"
+        folder.mkdir(parents=True)
+        finish(folder, OPTIONS, entry, seed, processes=1)
+    script.write_text(SHARED_SCRIPT.format(ready=str(ready)))
     monkeypatch.setattr(jobs, "SCRIPT", script)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     words = ["--jobs", "1", "--processes", "1", "--keep-going", *OPTIONS, "--output", str(tmp_path)]
