@@ -35,9 +35,6 @@ _PRELOAD = [
 ]
 
 
-_AFTER_A_FAILURE_S = 15.0
-
-
 class RankFailure(AssertionError):
     """At least one rank raised or died; `errors` holds each rank's traceback or None."""
 
@@ -53,11 +50,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _context(fresh: bool):
+def forks() -> multiprocessing.context.ForkServerContext:
+    """Makes processes that have imported what takes long, and cannot use a GPU."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if fresh:
-        # DeepSpeed's import asks the driver for its GPUs, and a process forked after that cannot use them.
-        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     return context
@@ -134,6 +129,7 @@ def run_ranks(
     env: dict[str, str] | None = None,
     joins: bool = True,
     on_cpu: bool = False,
+    patience: float = 15.0,
 ) -> list[Any]:
     """Call `function(*args)` on every rank and return what each returned, by rank.
 
@@ -144,12 +140,14 @@ def run_ranks(
         env: extra environment variables.
         joins: whether to call `deepspeed.init_distributed` first.
         on_cpu: that no rank is to see a GPU, where there are any.
+        patience: seconds that the others get when one has failed.
 
     Raises RankFailure with every rank's traceback if any rank raised, died or did not finish.
     """
     device = "cpu" if on_cpu else device_for(world_size)
     hides_gpus = on_cpu and device_for(1) == "cuda"
-    context = _context(fresh=device == "cuda" or hides_gpus)
+    # DeepSpeed's import asks the driver for its GPUs, and a process forked after that cannot use them.
+    context = multiprocessing.get_context("spawn") if device == "cuda" or hides_gpus else forks()
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         processes = [
@@ -169,7 +167,7 @@ def run_ranks(
             )
             if any(process.exitcode for process in processes):
                 # What the others do now is wait for it, some of them as long as gloo does.
-                deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE_S)
+                deadline = min(deadline, time.monotonic() + patience)
         results, errors = [], []
         for rank, process in enumerate(processes):
             alive = process.is_alive()

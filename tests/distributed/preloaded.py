@@ -5,7 +5,10 @@
 import gc
 
 import deepspeed.ops
+from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+set_accelerator(CPU_Accelerator())
 # Compiles test programs where it is first read, which `deepspeed.init_distributed` does.
 _ = deepspeed.ops.__compatible_ops__
 

@@ -160,7 +160,7 @@ def run_launcher(command: list[str], **environment: str) -> str:
 def test_comparison_under_the_deepspeed_launcher(job, tmp_path):
     printed = run_launcher([
         sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus", "2", "--master_port", str(free_port()),
-        "launch/pretrain.py", *job, "--compare", "bf16", "mxfp4", "--seeds", "0", "1", "--steps", "8",
+        "launch/pretrain.py", *job, "--compare", "bf16", "mxfp4", "--seeds", "0", "1", "--steps", "4",
         "--output", str(tmp_path),
     ])  # fmt: skip
     table = printed[printed.index("recipe  ") :].splitlines()

@@ -70,9 +70,10 @@ def test_a_rank_that_never_imported_ds_fp4_is_named(absent):
     importing = [rank != absent for rank in range(2)]
     # The rank without ds_fp4 goes on into DeepSpeed's first collective, where it loses its peer.
     with pytest.raises(RankFailure) as failure:
-        run_ranks(2, _start_and_reraise, [MXFP4, MXFP4], importing, env={"DS_FP4_START_TIMEOUT": "5"}, timeout=60)
+        environment = {"DS_FP4_START_TIMEOUT": "2"}
+        run_ranks(2, _start_and_reraise, [MXFP4, MXFP4], importing, env=environment, timeout=60, patience=1)
     text = failure.value.errors[1 - absent]
-    assert f"rank {absent} is missing: no announcement within 5 s" in text
+    assert f"rank {absent} is missing: no announcement within 2 s" in text
     assert "ds-fp4 run" in text and "DS_FP4_START_TIMEOUT" in text
 
 

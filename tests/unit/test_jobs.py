@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 
 from ds_fp4.config import ConfigError
 from launch import checkpointing_configs, compare, jobs
+from tests.distributed.harness import forks
 from tests.unit.test_pretrain import write_run as write_metrics
 
 OPTIONS = ["--compare", "bf16", "mxfp4", "--seeds", "0", "1", "--steps", "3"]
@@ -205,16 +204,19 @@ def test_jobs_that_fail_before_they_take_a_run_are_not_replaced_for_ever(tmp_pat
     assert len(list(tmp_path.glob("job*.log"))) == 1
 
 
+def _jobs(script: Path, words: list[str]) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    jobs.SCRIPT = script
+    jobs.main(words)
+
+
 @pytest.mark.parametrize("sign", (signal.SIGTERM, signal.SIGKILL))
 def test_no_job_outlives_the_one_that_started_it(tmp_path, sign):
     script, pid = tmp_path / "script.py", tmp_path / "pid"
     script.write_text(f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
-    root = Path(__file__).resolve().parents[2]
     words = ["--jobs", "1", "--processes", "1", *OPTIONS, "--output", str(tmp_path)]
-    code = f"import pathlib\nfrom launch import jobs\njobs.SCRIPT = pathlib.Path({str(script)!r})\njobs.main({words})"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(root), "DS_ACCELERATOR": "cpu"}
-    )
+    parent = forks().Process(target=_jobs, args=(script, words))
+    parent.start()
 
     def within(seconds: float, condition: Callable[[], bool]) -> bool:
         end = time.monotonic() + seconds
@@ -223,6 +225,7 @@ def test_no_job_outlives_the_one_that_started_it(tmp_path, sign):
         return condition()
 
     assert within(60, lambda: pid.exists() and pid.read_text() != "")
-    parent.send_signal(sign)
-    parent.wait(60)
+    os.kill(parent.pid, sign)
+    parent.join(60)
+    assert parent.exitcode not in (0, None)
     assert within(60, lambda: not Path("/proc", pid.read_text()).exists())
