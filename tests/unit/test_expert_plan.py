@@ -58,7 +58,7 @@ def test_by_preset():
     plan = _plan({})
     assert [layer.name for layer in plan.expert_level] == ["moe"] and plan.compressed == []
     text = "\n".join(summary_lines(plan))
-    assert "experts computed in FP8 by emulation (expert level), gate and up projections kept in mxfp4" in text
+    assert "experts computed in FP8 by emulation (expert level), gate and up projections kept in fp8" in text
     assert _plan({"recipe": "bf16"}).expert_level == []
     assert _plan({"experts": {"compute": "bf16"}}).expert_level == []
 
