@@ -116,7 +116,7 @@ def summary_lines(plan: Plan) -> list[str]:
         )
         if (checkpointing.scope, checkpointing.format, checkpointing.exact) == ("layers", "mxfp4", True):
             lines.append(
-                "    this rounds every layer's input in the forward pass too, which moved the loss by more than 0.61 %: "
+                "    this rounds every layer's input in the forward pass too, which moved the loss by over 0.61 %: "
                 'set checkpointing.exact to false or its format to "fp8" where the loss counts (docs/checkpointing.md)'
             )
     return lines
