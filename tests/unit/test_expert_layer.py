@@ -202,11 +202,12 @@ def test_no_second_derivative():
         gradient.float().sum().backward()
 
 
+@pytest.mark.parametrize("cache", ("step", "none"))
 @pytest.mark.parametrize("reentrant", (False, True))
 @pytest.mark.parametrize("recompute", ("activation", "fc1"))
-def test_gradient_checkpointing(recompute, reentrant):
+def test_gradient_checkpointing(recompute, reentrant, cache):
     problem = make_problem()
-    layer = make_layer(recipe_of(recompute=recompute))
+    layer = make_layer(recipe_of(recompute=recompute, weight_cache=cache))
     expected = problem.run(layer)
     for leaf in problem.leaves().values():
         leaf.grad = None
@@ -218,9 +219,10 @@ def test_gradient_checkpointing(recompute, reentrant):
         _equal({"output": output.detach(), **{n: leaf.grad for n, leaf in problem.leaves().items()}}, expected)
 
 
-def test_hooks_on_saved_tensors():
+@pytest.mark.parametrize("cache", ("step", "none"))
+def test_hooks_on_saved_tensors(cache):
     problem = make_problem()
-    layer = make_layer()
+    layer = make_layer(recipe_of(weight_cache=cache))
     expected = problem.run(layer)
     with torch.autograd.graph.save_on_cpu():
         _equal(problem.run(layer), expected)
@@ -232,20 +234,21 @@ def test_hooks_on_saved_tensors():
 
 def test_a_copied_layer_computes_the_same_with_weights_of_its_own():
     problem = make_problem()
-    layer = make_layer()
+    layer = make_layer(recipe_of(weight_cache="step"))
     expected = problem.run(layer)
     copied = copy.deepcopy(layer)
     assert copied.cache is not layer.cache and copied.gemms is layer.gemms
     _equal(problem.run(copied), expected)
 
 
-def test_a_matrix_an_expert():
+@pytest.mark.parametrize("cache", ("step", "none"))
+def test_a_matrix_an_expert(cache):
     problem = make_problem()
     expected = problem.run(make_layer())
     matrices = [w.detach()[e].clone().requires_grad_() for w in problem.weights for e in range(EXPERTS)]
     matrices[3].requires_grad_(False)
     problem.x.grad = None
-    layer = make_layer()
+    layer = make_layer(recipe_of(weight_cache=cache))
     output = layer(problem.x, problem.scores, problem.expert_ids, matrices)
     output.backward(problem.dy)
     assert torch.equal(output, expected["output"]) and torch.equal(problem.x.grad, expected["x"])
@@ -283,8 +286,8 @@ def _times(forward: int, backward: int, w13_again: int = 0) -> dict[str, int]:
 class _Counted:
     """A layer whose quantizations of weights are counted by operand, and the most bytes of codes alive at a time."""
 
-    def __init__(self, **experts: str) -> None:
-        self.layer, self.counts = make_layer(recipe_of(**experts)), Counter()
+    def __init__(self, weight_cache: str = "step", **experts: str) -> None:
+        self.layer, self.counts = make_layer(recipe_of(weight_cache=weight_cache, **experts)), Counter()
         self.most = 0
         self._alive: list[weakref.ref] = []
         original = self.layer.cache._quantize
@@ -315,7 +318,7 @@ def test_weights_are_quantized_once_until_they_change():
 @pytest.mark.parametrize("recompute", ("activation", "fc1"))
 def test_without_a_cache_every_use_quantizes_what_it_needs(recompute):
     problem = make_problem(tokens=20)
-    expected = problem.run(make_layer(recipe_of(recompute=recompute)))
+    expected = problem.run(make_layer(recipe_of(weight_cache="step", recompute=recompute)))
     counted = _Counted(weight_cache="none", recompute=recompute)
     for run in (1, 2):
         _equal(problem.run(counted.layer), expected)
@@ -366,7 +369,7 @@ def test_weights_that_change_before_backward(recompute):
 
 def test_changes_by_hand_are_noticed():
     problem = make_problem(tokens=20)
-    layer, uncached = make_layer(), make_layer(recipe_of(weight_cache="none"))
+    layer, uncached = (make_layer(recipe_of(weight_cache=cache)) for cache in ("step", "none"))
 
     def check() -> None:
         _equal(problem.run(layer), problem.run(uncached))
@@ -386,7 +389,7 @@ def test_changes_by_hand_are_noticed():
 
 def test_a_write_through_data_has_to_be_told():
     problem = make_problem(tokens=20)
-    layer, uncached = make_layer(), make_layer(recipe_of(weight_cache="none"))
+    layer, uncached = (make_layer(recipe_of(weight_cache=cache)) for cache in ("step", "none"))
     problem.run(layer)
     problem.weights[1].data.mul_(2)
     # What weights_changed is for. If this fails, the cache notices more than it promises.
