@@ -161,10 +161,8 @@ def run_ranks(
                 process.start()
         started = time.monotonic()
         deadline = started + timeout
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-            multiprocessing.connection.wait(
-                [p.sentinel for p in processes if p.is_alive()], deadline - time.monotonic()
-            )
+        while (alive := [p.sentinel for p in processes if p.is_alive()]) and time.monotonic() < deadline:
+            multiprocessing.connection.wait(alive, max(0.0, deadline - time.monotonic()))
             if any(process.exitcode for process in processes):
                 # What the others do now is wait for it, some of them as long as gloo does.
                 deadline = min(deadline, time.monotonic() + patience)

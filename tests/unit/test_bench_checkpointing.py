@@ -4,11 +4,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
-import runpy
 import sys
 import time
 from pathlib import Path
@@ -19,6 +16,7 @@ import torch.distributed as dist
 
 from launch import bench_checkpointing as bench
 from tests.distributed.harness import RankFailure, run_ranks
+from tests.unit.program import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 ARGUMENTS = {"model": "m", "steps": 1}
@@ -95,10 +93,13 @@ def run(tmp_path: Path, processes: int, limit: int) -> tuple[list[str | None], d
 
 def test_a_rank_that_fails_ends_the_run_and_the_next_one_goes_on(tmp_path):
     ended, record, printed = run(tmp_path, 2, 100)
-    assert ended[1] == "died with exit code 1" and "torch failed on rank 1: ArithmeticError: no good" in printed
+    assert ended == ["died with exit code 1"] * 2 and "torch failed on rank 1: ArithmeticError: no good" in printed
     assert record["rows"] == [{"variant": "none"}] and record["tries"] == {"torch": ["ArithmeticError: no good"]}
     ended, record, _ = run(tmp_path, 2, 100)
-    assert ended[1] == "died with exit code 1" and record["rows"] == [{"variant": "none"}, {"variant": "saved-mxfp4"}]
+    assert ended == ["died with exit code 1"] * 2 and record["rows"] == [
+        {"variant": "none"},
+        {"variant": "saved-mxfp4"},
+    ]
     assert len(record["tries"]["torch"]) == 2
     ended, _, _ = run(tmp_path, 2, 100)
     assert ended == [None, None]
@@ -111,22 +112,14 @@ def test_one_rank_alone_goes_on_after_a_failure_and_a_hang_ends(tmp_path):
     assert record["tries"] == {"torch": ["ArithmeticError: no good"], "saved-fp8": ["did not end"]}
 
 
-def _main(arguments: list[str]) -> str:
-    """The script by its path, as launchers start it; what it printed."""
-    sys.argv = [str(ROOT / "launch/bench_checkpointing.py"), *arguments]
-    sys.path[:] = [path for path in sys.path if Path(path) != ROOT]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    return printed.getvalue()
-
-
 @pytest.mark.parametrize("recipe", ("bf16", "mxfp4"))
 def test_a_tiny_model_on_two_ranks(recipe, tmp_path):
     path = tmp_path / "a.json"
     variants = ["none", "torch", "saved-fp8", "layers-mxfp4", "layers-mxfp4-inexact", "experts-mxfp4-offload"]
     words = ["--model", "deepseek-v3-tiny", "--recipe", recipe, "--seq-len", "64", "--micro-batch-size", "1"]
     words += ["--steps", "1", "--warmup", "0", "--output", str(path), "--variants", *variants]
-    printed, _ = run_ranks(2, _main, words, joins=False, on_cpu=True)
+    (status, printed), _ = run_program(str(ROOT / "launch/bench_checkpointing.py"), words, tmp_path, ranks=2)
+    assert status is None
     record = json.loads(path.read_text())
     kept = {row["variant"]: row["kept_per_token_and_layer"] for row in record["rows"]}
     # With this recipe ds_fp4 computes the experts: the scope would have nothing to do.

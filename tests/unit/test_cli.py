@@ -64,7 +64,7 @@ def test_a_launched_process_runs_the_script_itself(tmp_path):
 )
 def test_ways_to_name_the_script(words, tmp_path):
     _files(tmp_path)
-    status, printed = run_program(main.__file__, ["run", *words, "--x", "y"], tmp_path)
+    [(status, printed)] = run_program(main.__file__, ["run", *words, "--x", "y"], tmp_path)
     assert status == 0
     assert printed.splitlines()[-1].startswith("__main__ True") and printed.rstrip().endswith("--x y")
 
@@ -79,7 +79,7 @@ def test_ways_to_name_the_script(words, tmp_path):
 )
 def test_a_launched_process_without_a_script(words, message, tmp_path):
     _files(tmp_path)
-    status, printed = run_program(main.__file__, ["run", *words], tmp_path)
+    [(status, printed)] = run_program(main.__file__, ["run", *words], tmp_path)
     assert isinstance(status, str) and message in status and "__main__" not in printed
 
 
