@@ -25,12 +25,8 @@ from ds_fp4.ops.kernels import (
     LONG_CHUNK_VALUES,
     LONG_CHUNKS,
     THREADS,
-    aligned,
-    below_2_31,
-    launch,
-    multiprocessors,
-    row_stride,
 )
+from ds_fp4.ops.launching import aligned, below_2_31, launch, multiprocessors, row_stride
 from ds_fp4.reference import activation as activations
 from ds_fp4.reference import layout
 from ds_fp4.reference import rows as row_calls

@@ -12,7 +12,8 @@ import functools
 
 import torch
 
-from ds_fp4.ops.kernels import BLOCKS_PER_MULTIPROCESSOR, KERNELS, THREADS, launch, multiprocessors, row_stride
+from ds_fp4.ops.kernels import BLOCKS_PER_MULTIPROCESSOR, KERNELS, THREADS
+from ds_fp4.ops.launching import launch, multiprocessors, row_stride
 from ds_fp4.reference import routing
 from ds_fp4.reference.routing import ReceivePlan, SendPlan, routing_bytes
 
