@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 CSRC = Path(__file__).parent / "csrc"
 
@@ -67,11 +67,13 @@ class Operand(NamedTuple):
     Attributes:
         pointer, stride: the two parameters.
         values: of a row that one element stands for.
+        unit: elements that are accessed at a time, where they may; 0 for scales, which are taken one by one.
     """
 
     pointer: str
     stride: str
     values: int
+    unit: int
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Kernel:
         params: fields of struct <name>_params, in order, each 64 bits wide.
         instantiations: template arguments, as text.
         operands: of kernels over rows, what `launching` finds addresses and strides of.
-        unit: values that these access at a time, where they may.
+        unit: values of a row that they take at a time, where they may.
         tile: what a warp (row kernels) or a block (column kernels) takes at a time: rows, values; None where the call
             works out its own grid.
         whole_tile: the same, where a row is whole tiles and all accesses are aligned.
@@ -115,13 +117,14 @@ class Kernel:
         return self.packing.pack(*self.in_order(values))
 
 
-def _operands(**values: int) -> tuple[Operand, ...]:
-    """By name, and of how many values of a row an element is."""
-    return tuple(Operand(name, f"{name}_stride", count) for name, count in values.items())
+def _operands(unit: int, values: Mapping[str, int]) -> tuple[Operand, ...]:
+    """By name, how many values of a row an element stands for; `unit` as in Kernel."""
+    return tuple(Operand(name, f"{name}_stride", count, unit // count) for name, count in values.items())
 
 
-def _addresses(operands: tuple[Operand, ...]) -> tuple[str, ...]:
-    return tuple(name for operand in operands for name in (operand.pointer, operand.stride))
+def _addresses(operands: Iterable[str]) -> tuple[str, ...]:
+    """Each with its row stride."""
+    return tuple(field for name in operands for field in (name, f"{name}_stride"))
 
 
 def _scales(name: str) -> tuple[str, ...]:
@@ -129,24 +132,30 @@ def _scales(name: str) -> tuple[str, ...]:
 
 
 def _row_kernel(
-    name: str, operands: tuple[Operand, ...], *params: str, blocks: int = BLOCKS_PER_MULTIPROCESSOR
+    name: str, operands: Mapping[str, int], *params: str, blocks: int = BLOCKS_PER_MULTIPROCESSOR
 ) -> Kernel:
     params = (*ROWS, *_addresses(operands), *params)
-    return Kernel(name, params, _VALUES_AND_VECTOR, operands, unit=8, tile=TILE, blocks=blocks)
+    return Kernel(name, params, _VALUES_AND_VECTOR, _operands(8, operands), 8, TILE, blocks=blocks)
 
 
-def _to_fp8_quad_kernel(
-    name: str, instantiations: tuple[str, ...], operands: tuple[Operand, ...], *params: str
+def _quad_kernel(
+    name: str,
+    instantiations: tuple[str, ...],
+    operands: Mapping[str, int],
+    *params: str,
+    quad: tuple[int, int] = FP8_QUAD,
+    whole_quad: tuple[int, int] | None = None,
+    blocks: int = BLOCKS_OF_ONE_TILE,
 ) -> Kernel:
-    params = (*ROWS, *_addresses(operands), *_scales("scales"), *params)
-    return Kernel(name, params, instantiations, operands, unit=16, tile=FP8_QUAD, blocks=BLOCKS_OF_ONE_TILE)
+    params = (*ROWS, *_addresses(operands), *params)
+    return Kernel(name, params, instantiations, _operands(16, operands), 16, quad, whole_quad, blocks)
 
 
 def _column_kernel(
-    name: str, instantiations: tuple[str, ...], columns: int, operands: tuple[Operand, ...], *params: str, unit: int
+    name: str, instantiations: tuple[str, ...], unit: int, columns: int, operands: Mapping[str, int], *params: str
 ) -> Kernel:
     params = (*COLUMNS, *_addresses(operands), *params, "q", *_scales("scales"))
-    return Kernel(name, params, instantiations, operands, unit=unit, tile=(TILE_TOKENS, columns))
+    return Kernel(name, params, instantiations, _operands(unit, operands), unit, (TILE_TOKENS, columns))
 
 
 # ---- fused_kernels.cu ----
@@ -247,41 +256,35 @@ _ROUTING_KERNELS = (
 
 # ---- all ----
 
-_FP8_TO_FP4 = _operands(q=1, group_scales=FP8_GROUP, packed=2, scales=MXFP4_BLOCK)
-
 KERNELS: Mapping[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
-        _row_kernel("bf16_to_fp4_row", _operands(x=1, packed=2, scales=MXFP4_BLOCK), "rounding"),
+        _row_kernel("bf16_to_fp4_row", {"x": 1, "packed": 2, "scales": MXFP4_BLOCK}, "rounding"),
+        _row_kernel("fp4_row_to_bf16", {"packed": 2, "scales": MXFP4_BLOCK, "out": 1}, blocks=BLOCKS_OF_ONE_TILE),
+        _row_kernel("bf16_to_fp8_row", {"x": 1, "q": 1}, *_scales("scales")),
         _row_kernel(
-            "fp4_row_to_bf16", _operands(packed=2, scales=MXFP4_BLOCK, out=1), blocks=BLOCKS_OF_ONE_TILE
+            "fp8_row_to_bf16", {"q": 1, "scales": FP8_GROUP, "out": 1}, "scale_bytes", blocks=BLOCKS_OF_ONE_TILE
         ),
-        _row_kernel("bf16_to_fp8_row", _operands(x=1, q=1), *_scales("scales")),
-        _row_kernel(
-            "fp8_row_to_bf16", _operands(q=1, scales=FP8_GROUP, out=1), "scale_bytes", blocks=BLOCKS_OF_ONE_TILE
+        _quad_kernel(
+            "fp4_row_to_fp8_row", _VECTOR, {"packed": 2, "block_scales": MXFP4_BLOCK, "q": 1}, *_scales("scales")
         ),
-        _to_fp8_quad_kernel("fp4_row_to_fp8_row", _VECTOR, _operands(packed=2, block_scales=MXFP4_BLOCK, q=1)),
-        Kernel(
+        _quad_kernel(
             "fp8_row_to_fp4_row",
-            (*ROWS, *_addresses(_FP8_TO_FP4), "rounding"),
             tuple(f"{fp32}, {rest}" for fp32 in _VECTOR for rest in ("32, true", "16, true", "16, false")),
-            _FP8_TO_FP4,
-            unit=16,
-            tile=FP4_QUAD,
-            whole_tile=WHOLE_FP4_QUAD,
+            {"q": 1, "group_scales": FP8_GROUP, "packed": 2, "scales": MXFP4_BLOCK},
+            "rounding",
+            quad=FP4_QUAD,
+            whole_quad=WHOLE_FP4_QUAD,
+            blocks=BLOCKS_PER_MULTIPROCESSOR,
         ),
-        _to_fp8_quad_kernel(
-            "fp8_row_to_fp8_row", _FP32_AND_VECTOR, _operands(source=1, source_scales=FP8_GROUP, q=1), "stripe"
+        _quad_kernel(
+            "fp8_row_to_fp8_row", _FP32_AND_VECTOR, {"source": 1, "source_scales": FP8_GROUP, "q": 1},
+            *_scales("scales"), "stripe",
         ),
+        _column_kernel("fp4_row_to_fp8_col", _VECTOR, 8, 256, {"packed": 2, "block_scales": MXFP4_BLOCK}),
+        _column_kernel("fp8_row_to_fp8_col", _FP32_AND_VECTOR, 4, 128, {"source": 1, "source_scales": FP8_GROUP}),
         _column_kernel(
-            "fp4_row_to_fp8_col", _VECTOR, 256, _operands(packed=2, block_scales=MXFP4_BLOCK), unit=8
-        ),
-        _column_kernel(
-            "fp8_row_to_fp8_col", _FP32_AND_VECTOR, 128, _operands(source=1, source_scales=FP8_GROUP), unit=4
-        ),
-        _column_kernel(
-            "bf16_to_fp8_row_and_col", _VALUES_AND_VECTOR, 128, _operands(x=1, row_q=1), *_scales("row_scales"),
-            unit=4,
+            "bf16_to_fp8_row_and_col", _VALUES_AND_VECTOR, 4, 128, {"x": 1, "row_q": 1}, *_scales("row_scales")
         ),
         Kernel(
             "weight_to_fp8",

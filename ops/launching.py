@@ -2,8 +2,8 @@
 # ds_fp4 Team
 """From tensors to a launch: addresses, strides, alignment, grids.
 
-A GPU waits for the host wherever kernels are short. So a tensor is asked once for each thing that a kernel must know of
-it, and what is the same in every call of a kernel stands in the table.
+A GPU waits for the host wherever kernels are short. So a tensor is asked once for each thing that a kernel must know
+of it, and what is the same in every call of a kernel stands in the table.
 """
 
 from __future__ import annotations
@@ -46,31 +46,26 @@ def row_stride(t: torch.Tensor) -> int:
     return below_2_31("a row stride in bytes", t.stride()[0] * t.element_size()) if t.shape[0] > 1 else 0
 
 
-def aligned(t: torch.Tensor, unit_bytes: int) -> bool:
-    """Whether every unit of `unit_bytes` of every row may be accessed whole (in pieces of 16 bytes at most)."""
-    return (t.data_ptr() | row_stride(t)) % min(unit_bytes, LARGEST_ACCESS) == 0
-
-
-def _add_operands(
-    values: dict[str, int], kernel: Kernel, tensors: Sequence[torch.Tensor]
-) -> tuple[bool, bool, int]:
+def _add_operands(values: dict[str, int], kernel: Kernel, tensors: Sequence[torch.Tensor]) -> tuple[bool, bool, int]:
     """Add addresses and row strides to `values`.
 
     Returns:
-        Whether every unit of `kernel.unit` values of every row may be accessed whole, in pieces of 16 bytes at most;
-        whether rows begin at multiples of 16 bytes besides; the longest row stride.
+        Whether every unit of every row may be accessed whole, in pieces of 16 bytes at most; whether all rows begin at
+        multiples of 16 bytes; the longest row stride.
     """
-    whole, places, longest = True, 0, 0
-    for (pointer, stride, count), t in zip(kernel.operands, tensors, strict=True):
-        address, itemsize = t.data_ptr(), t.element_size()
-        apart = t.stride()[0] * itemsize if t.shape[0] > 1 else 0
-        values[pointer], values[stride] = address, apart
-        longest = max(longest, apart)
-        unit_bytes = kernel.unit // count * itemsize
-        if unit_bytes:  # 0: scales, which are accessed one by one
-            places |= address | apart
-            whole = whole and (address | apart) % min(unit_bytes, LARGEST_ACCESS) == 0
-    return whole, places % LARGEST_ACCESS == 0, longest
+    remainders = places = longest = 0
+    for (pointer, stride, _, unit), t in zip(kernel.operands, tensors, strict=True):
+        place, itemsize = t.data_ptr(), t.element_size()
+        values[pointer], values[stride] = place, 0
+        if t.shape[0] > 1:
+            values[stride] = apart = t.stride()[0] * itemsize
+            place |= apart
+            if apart > longest:
+                longest = apart
+        if unit:
+            places |= place
+            remainders |= place % min(unit * itemsize, LARGEST_ACCESS)
+    return remainders == 0, places % LARGEST_ACCESS == 0, longest
 
 
 def _add_scales(values: dict[str, int], name: str, scales: Scales) -> None:
@@ -117,8 +112,9 @@ def launch_rows(
                 f"an index gathers rows of up to {LONGEST_ROW} values, as many bytes apart, got {width} values; "
                 "convert without an index"
             )
-        for part, (part_tensors, part_scales) in _row_parts(kernel, width, tensors, scales):
-            launch_rows(kernel, arguments, part, None, part_tensors, part_scales, **values)
+        for part in _row_parts(kernel, width, tensors, scales):
+            part_width, part_tensors, part_scales = part
+            launch_rows(kernel, arguments, part_width, None, part_tensors, part_scales, **values)
         return
     if scales is not None:
         _add_scales(operands, "scales", scales)
@@ -146,23 +142,17 @@ def launch_rows(
 
 def _row_parts(
     kernel: Kernel, width: int, tensors: Sequence[torch.Tensor], scales: Scales | None
-) -> Iterator[tuple[int, tuple[list[torch.Tensor], Scales | None]]]:
+) -> Iterator[tuple[int, list[torch.Tensor], Scales | None]]:
     """Pieces of single rows: the values in one, its operands and scales."""
-    counts = [operand.values for operand in kernel.operands]
     for row in range(tensors[0].shape[0]):
         for first in range(0, width, PART_VALUES):
             last = min(first + PART_VALUES, width)
 
-            def part(t: torch.Tensor, count: int, row: int = row, first: int = first, last: int = last):
-                return t[row : row + 1, first // count : -(-last // count)]
+            def piece(t: torch.Tensor, values: int, row: int = row, first: int = first, last: int = last):
+                return t[row : row + 1, first // values : -(-last // values)]
 
-            yield (
-                last - first,
-                (
-                    [part(t, count) for t, count in zip(tensors, counts, strict=True)],
-                    None if scales is None else (part(scales[0], FP8_GROUP), scales[1]),
-                ),
-            )
+            operands = [piece(t, operand.values) for operand, t in zip(kernel.operands, tensors, strict=True)]
+            yield last - first, operands, scales and (piece(scales[0], FP8_GROUP), scales[1])
 
 
 def launch_columns(

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from ds_fp4 import formats, ops
-from ds_fp4.ops import backends
+from ds_fp4.ops import backends, launching
 from ds_fp4.ops import kernels as table
-from ds_fp4.ops import launching
 from tests.gpu.compare import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("kernels")
