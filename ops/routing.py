@@ -56,10 +56,12 @@ def _ids(expert_ids: torch.Tensor) -> tuple[str, dict[str, int]]:
 
 
 @functools.wraps(routing.plan_send)
-def plan_send(expert_ids: torch.Tensor, ranks: int, local_experts: int) -> SendPlan:
+def plan_send(
+    expert_ids: torch.Tensor, ranks: int, local_experts: int, *, table: torch.Tensor | None = None
+) -> SendPlan:
     if not _on_gpu(expert_ids):
-        return routing.plan_send(expert_ids, ranks, local_experts)
-    plan = routing.prepare_plan_send(expert_ids, ranks, local_experts)
+        return routing.plan_send(expert_ids, ranks, local_experts, table=table)
+    plan = routing.prepare_plan_send(expert_ids, ranks, local_experts, table)
     (tokens, k), device = expert_ids.shape, expert_ids.device.index
     blocks, experts = _plan_blocks(tokens), ranks * local_experts
     counts = torch.empty(blocks, experts + ranks, dtype=torch.int32, device=expert_ids.device)
