@@ -35,6 +35,13 @@ def _new_records(rows: int, data_bytes: int, record_bytes: int, device: torch.de
     return records
 
 
+def _split(records: torch.Tensor, codes: int, scales: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the first bytes of records and of those that follow."""
+    rest = records.shape[1] - codes - scales
+    parts = records.split_with_sizes((codes, scales, rest) if rest else (codes, scales), 1)
+    return parts[0], parts[1]
+
+
 class Mxfp4Codec:
     """E2M1 elements with one UE8M0 scale per 32.
 
@@ -56,9 +63,7 @@ class Mxfp4Codec:
 
     def split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views (packed, scales) of records, whatever follows these."""
-        rest = records.shape[1] - self.data_bytes
-        packed, scales, _ = records.split_with_sizes((self.packed_bytes, self.scale_bytes, rest), 1)
-        return packed, scales
+        return _split(records, self.packed_bytes, self.scale_bytes)
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """BF16, FP16 or FP32 [M, hidden] -> uint8 [M, record_bytes]."""
@@ -91,8 +96,7 @@ class Fp8Codec:
 
     def split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views (q, scales) of records, whatever follows these."""
-        rest = records.shape[1] - self.data_bytes
-        q, scales, _ = records.split_with_sizes((self.hidden, self.scale_bytes, rest), 1)
+        q, scales = _split(records, self.hidden, self.scale_bytes)
         return q.view(torch.float8_e4m3fn), scales
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:

@@ -72,10 +72,10 @@ def _add_scales(values: dict[str, int], name: str, scales: Scales) -> None:
     """Add the fields of a struct Scales to `values`."""
     tensor, values[f"{name}_lowest"] = scales
     itemsize = tensor.element_size()
-    row_stride, group_stride = tensor.stride()
+    strides = tensor.stride()
+    below_2_31("a scale stride in bytes", max(strides) * itemsize)
     values[f"{name}_base"] = tensor.data_ptr()
-    values[f"{name}_row_stride"] = below_2_31("a scale stride in bytes", row_stride * itemsize)
-    values[f"{name}_group_stride"] = below_2_31("a scale stride in bytes", group_stride * itemsize)
+    values[f"{name}_row_stride"], values[f"{name}_group_stride"] = strides[0] * itemsize, strides[1] * itemsize
     values[f"{name}_bytes"] = itemsize
 
 
@@ -104,20 +104,19 @@ def launch_rows(
         ValueError: if such rows are to be gathered.
         RuntimeError: with the kernel's name, if the kernels cannot be loaded or CUDA refuses the launch.
     """
-    operands: dict[str, int] = {}
-    vector, aligned, longest = _add_operands(operands, kernel, tensors)
-    if max(longest, width) > LONGEST_ROW:
+    fields: dict[str, int] = {}
+    vector, aligned, longest = _add_operands(fields, kernel, tensors)
+    if longest > LONGEST_ROW or width > LONGEST_ROW:
         if index is not None:
             raise ValueError(
                 f"an index gathers rows of up to {LONGEST_ROW} values, as many bytes apart, got {width} values; "
                 "convert without an index"
             )
-        for part in _row_parts(kernel, width, tensors, scales):
-            part_width, part_tensors, part_scales = part
+        for part_width, part_tensors, part_scales in _row_parts(kernel, width, tensors, scales):
             launch_rows(kernel, arguments, part_width, None, part_tensors, part_scales, **values)
         return
     if scales is not None:
-        _add_scales(operands, "scales", scales)
+        _add_scales(fields, "scales", scales)
     rows, input_rows = tensors[-1].shape[0], tensors[0].shape[0]
     if rows == 0:
         return
@@ -128,16 +127,17 @@ def launch_rows(
             tile_rows, tile_values = kernel.whole_tile
         arguments = (*arguments, str(tile_values // LANES))
     tiles_a_row = -(-width // tile_values)
-    operands |= {
+    fields |= {
         "rows": rows,
         "width": width,
         "input_rows": input_rows,
         "index": 0 if index is None else index.data_ptr(),
         "tiles_a_row": tiles_a_row,
+        **values,
     }
     device = tensors[0].device.index
     grid = grid_for(-(-rows // tile_rows) * tiles_a_row * LANES, kernel, device)
-    launch(kernel, _template(arguments, vector and width % kernel.unit == 0), grid, operands | values, device)
+    launch(kernel, _template(arguments, vector and width % kernel.unit == 0), grid, fields, device)
 
 
 def _row_parts(
@@ -216,6 +216,6 @@ def launch(kernel: Kernel, template: str, grid: int, values: Mapping[str, int], 
         with torch.cuda.device(device):
             launch(kernel, template, grid, values, device)
         return
-    # What torch.cuda.current_stream(device).cuda_stream reads, without the two objects around it: a third of a launch.
+    # torch.cuda.current_stream(device).cuda_stream, without a Stream made on the way; Inductor's launches ask so too.
     stream = torch._C._cuda_getCurrentRawStream(device)
     backends.get(device).launch(kernel, template, grid, kernel.pack(values), stream)

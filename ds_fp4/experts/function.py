@@ -80,7 +80,7 @@ def _sum_over_ranks(
     if ranks == 1 and returned.shape[0] == lists.shape[0]:
         # Every token has its one record, in the order of tokens.
         return records.values(returned)
-    return records.sums(returned, lists[:, : min(lists.shape[1], ranks)].contiguous())
+    return records.sums(returned, lists if lists.shape[1] <= ranks else lists[:, :ranks].contiguous())
 
 
 def dispatch(
@@ -99,7 +99,7 @@ def dispatch(
     spec, exchange, records = layer.spec, layer.exchange, layer.dispatch
     tables = exchange.new_tables(spec.local_experts, x.device)
     send = ops.plan_send(expert_ids, spec.ep_size, spec.local_experts, table=tables[0])
-    pending_counts = exchange.start_counts(tables)
+    pending_counts = exchange.start_counts(tables, send.table)
     # The GPU works on while counts travel: as many records are made as there may be, and those that are not are
     # zeros at the end.
     fronts = records.encode(x.contiguous(), records.allocate_fronts(x.shape[0], x.device))

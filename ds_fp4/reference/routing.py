@@ -78,10 +78,14 @@ def check_slots(k: int) -> None:
         raise ValueError(f"a token must have 1 to {MAX_SLOTS} experts, got {k}")
 
 
+def check_count(name: str, value: int, most: int) -> None:
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"{name} must be 1 to {most}, got {value!r}")
+
+
 def check_counts(ranks: int, local_experts: int) -> None:
-    for name, value, most in (("ranks", ranks, MAX_RANKS), ("local_experts", local_experts, MAX_LOCAL_EXPERTS)):
-        if not isinstance(value, int) or not 1 <= value <= most:
-            raise ValueError(f"{name} must be 1 to {most}, got {value!r}")
+    check_count("ranks", ranks, MAX_RANKS)
+    check_count("local_experts", local_experts, MAX_LOCAL_EXPERTS)
     if ranks * local_experts > MAX_EXPERTS:
         raise ValueError(f"there must be at most {MAX_EXPERTS} experts, got {ranks} ranks of {local_experts}")
 
@@ -106,7 +110,7 @@ def check_routing(routing: torch.Tensor, k: int, device: torch.device | None) ->
     checks.check_tensor("routing", routing, checks.BYTES, device, 2)
     if routing.shape[1] != routing_bytes(k):
         raise ValueError(f"routing must have {routing_bytes(k)} bytes a record for k={k}, got {routing.shape[1]}")
-    if routing.numel() and (routing.data_ptr() % 4 or (routing.shape[0] > 1 and routing.stride(0) % 4)):
+    if (routing.data_ptr() % 4 or (routing.stride()[0] % 4 and routing.shape[0] > 1)) and routing.numel():
         raise ValueError(
             f"routing must lie at multiples of 4 bytes, got address {routing.data_ptr():#x} and stride "
             f"{routing.stride(0)}"
@@ -193,7 +197,7 @@ def prepare_pack_routing(
     """Checks the arguments of `pack_routing`; its output, the one given or a new one."""
     count, k = check_expert_ids(expert_ids, None)
     device = expert_ids.device
-    check_counts(1, local_experts)
+    check_count("local_experts", local_experts, MAX_LOCAL_EXPERTS)
     checks.check_tensor("scores", scores, checks.FP32, device, 2)
     checks.check_shape("scores", scores, (count, k))
     checks.check_tensor("tokens", tokens, checks.INT32, device, 1)
@@ -255,7 +259,7 @@ def pack_routing(
 def prepare_plan_receive(routing: torch.Tensor, k: int, local_experts: int, padded_rows: int) -> ReceivePlan:
     """Checks the arguments of `plan_receive`; new outputs."""
     check_slots(k)
-    check_counts(1, local_experts)
+    check_count("local_experts", local_experts, MAX_LOCAL_EXPERTS)
     check_routing(routing, k, None)
     if not isinstance(padded_rows, int) or padded_rows < 0 or padded_rows % TILE_ROWS:
         raise ValueError(f"padded_rows must be a multiple of {TILE_ROWS} (an int), got {padded_rows!r}")
@@ -264,14 +268,12 @@ def prepare_plan_receive(routing: torch.Tensor, k: int, local_experts: int, padd
         low, high = (int(v) for v in torch.aminmax(split_routing(routing, k)[1]))
         if low < -1 or high >= local_experts:
             raise ValueError(f"routing must name local experts -1 to {local_experts - 1}, got {low} to {high}")
-    return ReceivePlan(
-        torch.empty(padded_rows, dtype=torch.int32, device=device),
-        torch.empty(padded_rows, dtype=torch.float32, device=device),
-        torch.empty(padded_rows, dtype=torch.int32, device=device),
-        torch.empty(local_experts, dtype=torch.int32, device=device),
-        torch.empty(local_experts + 1, dtype=torch.int32, device=device),
-        torch.empty(records, k, dtype=torch.int32, device=device),
-    )
+    # One allocation: they live as long as each other, and where this is called a GPU waits for the host.
+    sizes = (padded_rows, padded_rows, padded_rows, records * k, local_experts, local_experts + 1)
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    order, weights, m_indices, places, group_sizes, padded_offsets = memory.split_with_sizes(sizes)
+    weights, places = weights.view(torch.float32), places.view(records, k)
+    return ReceivePlan(order, weights, m_indices, group_sizes, padded_offsets, places)
 
 
 def plan_receive(routing: torch.Tensor, k: int, local_experts: int, padded_rows: int) -> ReceivePlan:
@@ -358,7 +360,7 @@ def prepare_return_gradients(
 ) -> torch.Tensor:
     """Checks the arguments of `return_gradients`; a new output."""
     tokens, k = check_expert_ids(expert_ids, None)
-    check_counts(1, local_experts)
+    check_count("local_experts", local_experts, MAX_LOCAL_EXPERTS)
     checks.check_tensor("records", records, checks.INT32, expert_ids.device, 2)
     checks.check_shape("records", records, (tokens, k))
     _check_gradient_rows("gradients", gradients, None, k, expert_ids.device)
