@@ -23,6 +23,50 @@ def bits(t: torch.Tensor) -> torch.Tensor:
     return t.view(BITS[t.dtype]) if t.dtype in BITS else t
 
 
+def check_repeated(device: str, repeats: int, rows: int, k: int) -> None:
+    """Conversions whose tensors repeat `repeats` times what converts by itself: [rows, k], a group of `rows` rows, an
+    expert. With enough repeats offsets pass 2^31, and a wrong one cannot hit equal bits."""
+    base = torch.randn(rows, k, device=device).bfloat16()
+    sizes = torch.full((repeats,), rows, dtype=torch.int32, device=device)
+    big = base.repeat(repeats, 1)
+
+    def same(name: str, got: torch.Tensor, small: torch.Tensor) -> None:
+        """`got` [repeats, ...] holds `small` again and again."""
+        for number, part in enumerate(got):
+            part, expected = (t.contiguous().view(-1).view(BITS.get(t.dtype, t.dtype)) for t in (part, small))
+            assert torch.equal(part, expected), (name, number)
+
+    def same_columns(name: str, got: tuple, small: tuple) -> None:
+        same(name, got[0].view(repeats, -1), small[0])
+        same(f"{name}, scales", got[1].view(k, repeats, -1).transpose(0, 1).contiguous(), small[1].contiguous())
+
+    fp8 = ops.bf16_to_fp8_row(base, scale_dtype=torch.uint8)
+    big_fp8 = ops.bf16_to_fp8_row(big, scale_dtype=torch.uint8)
+    for convert in (ops.fp8_row_to_fp4_row, ops.fp8_row_to_fp8_row):
+        for got, small in zip(convert(*big_fp8), convert(*fp8), strict=True):
+            same(convert.__name__, got.view(repeats, -1), small)
+    del big_fp8
+    one = sizes[:1]
+    big_fp4, fp4 = ops.bf16_to_fp4_row(big), ops.bf16_to_fp4_row(base)
+    same_columns("fp4_row_to_fp8_col", ops.fp4_row_to_fp8_col(*big_fp4, sizes), ops.fp4_row_to_fp8_col(*fp4, one))
+    del big_fp4
+    got, small = ops.bf16_to_fp8_row_and_col(big, sizes), ops.bf16_to_fp8_row_and_col(base, one)
+    for part, expected in zip(got[0], small[0], strict=True):
+        same("bf16_to_fp8_row_and_col, rows", part.view(repeats, -1), expected)
+    same_columns("bf16_to_fp8_row_and_col", got[1], small[1])
+    del got
+    for orientation in ("both", "rows", "transposed"):
+        got = ops.weight_to_fp8(big.view(repeats, rows, k), orientation=orientation)
+        small = ops.weight_to_fp8(base[None], orientation=orientation)
+        for pairs in zip(got, small, strict=True):
+            for part, expected in zip(*(pair or () for pair in pairs), strict=True):
+                same(f"weight_to_fp8, {orientation}", part, expected)
+        del got, pairs
+    halves = ops.split_weight_gradient(big.view(repeats, rows, k).float())
+    for part, expected in zip(halves, base.view(2, rows // 2, k), strict=True):
+        same("split_weight_gradient", part, expected)
+
+
 def assert_same(got, expected, what: str = "") -> None:
     """Equal bits, of tensors or nested tuples of them, None for None."""
     if expected is None:

@@ -18,7 +18,7 @@ KINDS = ("classic", "autoep")
 
 
 def _block(checkpointing: dict | None, recipe: str = "bf16") -> dict:
-    extra = {} if checkpointing is None else {"checkpointing": {"enabled": True, **checkpointing}}
+    extra = {} if checkpointing is None else {"checkpointing": {"enabled": True, "format": "mxfp4", **checkpointing}}
     return {"enabled": True, "recipe": recipe, **extra}
 
 

@@ -29,13 +29,13 @@ DESIGN_BLOCK = {
     },
     "experts": {
         "compute": "fp8",
-        "saved_activations": "mxfp4",
+        "saved_activations": "fp8",
         "recompute": "activation",
         "gemm": "auto",
         "wgrad_gemm": "auto",
-        "weight_cache": "step",
+        "weight_cache": "none",
     },
-    "checkpointing": {"enabled": False, "format": "mxfp4", "exact": True, "scope": "layers", "offload": "none"},
+    "checkpointing": {"enabled": False, "format": "fp8", "exact": True, "scope": "layers", "offload": "none"},
 }
 
 
@@ -96,7 +96,7 @@ def test_who_asks_for_fp8_experts():
     assert asks == [True, False, False, True, True]
     recipes = [layer_recipe(parse_block(block), name) for name in names]
     assert [recipe.gemm for recipe in recipes] == ["auto", "auto", "auto", "cublas", "auto"]
-    assert {(recipe.wgrad_gemm, recipe.weight_cache) for recipe in recipes} == {("auto", "step")}
+    assert {(recipe.wgrad_gemm, recipe.weight_cache) for recipe in recipes} == {("auto", "none")}
 
 
 WRONG = [

@@ -283,8 +283,8 @@ def _times(forward: int, backward: int, w13_again: int = 0) -> dict[str, int]:
 class _Counted:
     """A layer whose quantizations of weights are counted by operand, and the most bytes of codes alive at a time."""
 
-    def __init__(self, **experts: str) -> None:
-        self.layer, self.counts = make_layer(recipe_of(**experts)), Counter()
+    def __init__(self, weight_cache: str = "step", **experts: str) -> None:
+        self.layer, self.counts = make_layer(recipe_of(weight_cache=weight_cache, **experts)), Counter()
         self.most = 0
         self._alive: list[weakref.ref] = []
         original = self.layer.cache._quantize
@@ -366,7 +366,7 @@ def test_weights_that_change_before_backward(recompute):
 
 def test_changes_by_hand_are_noticed():
     problem = make_problem(tokens=20)
-    layer, uncached = make_layer(), make_layer(recipe_of(weight_cache="none"))
+    layer, uncached = (make_layer(recipe_of(weight_cache=cache)) for cache in ("step", "none"))
 
     def check() -> None:
         _equal(problem.run(layer), problem.run(uncached))
@@ -386,7 +386,7 @@ def test_changes_by_hand_are_noticed():
 
 def test_a_write_through_data_has_to_be_told():
     problem = make_problem(tokens=20)
-    layer, uncached = make_layer(), make_layer(recipe_of(weight_cache="none"))
+    layer, uncached = (make_layer(recipe_of(weight_cache=cache)) for cache in ("step", "none"))
     problem.run(layer)
     problem.weights[1].data.mul_(2)
     # What weights_changed is for. If this fails, the cache notices more than it promises.

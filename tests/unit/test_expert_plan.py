@@ -58,9 +58,21 @@ def test_by_preset():
     plan = _plan({})
     assert [layer.name for layer in plan.expert_level] == ["moe"] and plan.compressed == []
     text = "\n".join(summary_lines(plan))
-    assert "experts computed in FP8 by emulation (expert level), gate and up projections kept in mxfp4" in text
+    assert "experts computed in FP8 by emulation (expert level), gate and up projections kept in fp8" in text
     assert _plan({"recipe": "bf16"}).expert_level == []
     assert _plan({"experts": {"compute": "bf16"}}).expert_level == []
+
+
+def test_a_checkpointing_that_moves_the_loss_says_so():
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"moe": _layer()})])})
+
+    def warned(**keys) -> bool:
+        config = {"ds_fp4": {"enabled": True, "checkpointing": {"enabled": True, **keys}}}
+        plan = engine.make_plan(config, model, device=CPU, announcement=Announcement("0"))
+        return any("moved the loss" in line for line in summary_lines(plan))
+
+    assert warned(format="mxfp4")
+    assert not warned() and not warned(format="mxfp4", exact=False) and not warned(format="mxfp4", scope="experts")
 
 
 class _Biased(GroupedExperts):
