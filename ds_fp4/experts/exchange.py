@@ -79,8 +79,8 @@ class Exchange:
         self._event: torch.cuda.Event | None = None
 
     def new_tables(self, local_experts: int, device: torch.device) -> torch.Tensor:
-        """int32 [1 or 2, ranks, local experts + 1]: the first for a send plan's table, the last for what it becomes by
-        the exchange; on one rank they are the same."""
+        """int32 [1 or 2, ranks, local experts + 1]: the first for a send plan's table, the last for what the exchange
+        makes of it; on one rank they are the same."""
         sides = 1 if self.ep_size == 1 else 2
         return torch.empty(sides, self.ep_size, local_experts + 1, dtype=torch.int32, device=device)
 

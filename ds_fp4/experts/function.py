@@ -171,7 +171,7 @@ class _Experts(torch.autograd.Function):
 
         fronts = layer.combine_backward.allocate_fronts(dy.shape[0], dy.device)
         layer.combine_backward.encode(dy.contiguous(), fronts)
-        outgoing, _ = layer.combine_backward.gather(fronts, routing.tokens)
+        outgoing = layer.combine_backward.gather(fronts, routing.tokens)[0]  # no tail
         del fronts
         travelling = exchange.start(outgoing, counts.sent, counts.received)
         w2_t = layer.cache.get(weights, "w2_t", ctx.keep_fp8)
