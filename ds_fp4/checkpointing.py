@@ -38,7 +38,7 @@ _threads = threading.local()
 class CheckpointOptions:
     """How inputs are kept; see `checkpoint`."""
 
-    format: str = "mxfp4"
+    format: str = "fp8"
     exact: bool = True
     offload: str = "none"
     scale_rounding: str = "even"
@@ -283,7 +283,7 @@ class _Arguments:
 def checkpoint(
     function: Callable,
     *args: Any,
-    ds_fp4_format: str = "mxfp4",
+    ds_fp4_format: str = "fp8",
     ds_fp4_exact: bool = True,
     ds_fp4_offload: str = "none",
     ds_fp4_scale_rounding: str = "even",
@@ -300,7 +300,7 @@ def checkpoint(
         function: as for PyTorch: deterministic given its arguments, the random state and the autocast state.
         args, kwargs: its arguments, and PyTorch's options `context_fn`, `determinism_check`, `debug`, `early_stop` and
             `preserve_rng_state`.
-        ds_fp4_format: "mxfp4" (0.27 of BF16's bytes) or "fp8" (0.50).
+        ds_fp4_format: "fp8" (0.50 of BF16's bytes) or "mxfp4" (0.27).
         ds_fp4_exact: True runs the forward on the unpacked values too, so that outputs and gradients are exactly those
             of the function on unpacked inputs. False gives the forward the original values and only the recomputation
             the packed ones; selections by value (expert routing) are then kept from the forward (`ds_fp4.selections`).

@@ -48,7 +48,7 @@ class _Packed:
 class saved_tensors(saved_tensors_hooks):
     """Context in which autograd saves activations packed.
 
-        with ds_fp4.saved_tensors(format="mxfp4"):
+        with ds_fp4.saved_tensors(format="fp8"):
             loss = model(batch)
         loss.backward()
 
@@ -59,14 +59,14 @@ class saved_tensors(saved_tensors_hooks):
     a slice that was saved before the tensor it is part of is packed apart from it.
 
     Args:
-        format: "mxfp4" or "fp8".
+        format: "fp8" or "mxfp4".
         scale_rounding: how the scale of an MXFP4 block is rounded: "even", "floor", "rceil" or "ceil".
 
     Raises:
         ValueError: on another format or scale_rounding.
     """
 
-    def __init__(self, format: str = "mxfp4", *, scale_rounding: str = "even") -> None:
+    def __init__(self, format: str = "fp8", *, scale_rounding: str = "even") -> None:
         packer = Packer(Format(format, scale_rounding))
 
         def pack(t: torch.Tensor) -> _Kept | _Packed:

@@ -70,6 +70,13 @@ def _level(plan: Plan, layer: MoELayer, recipe: LayerRecipe) -> str:
     return f"experts computed in FP8 by {names} (expert level), gate and up projections {kept}"
 
 
+def _checkpoints_layers(plan: Plan) -> bool:
+    """Whether what is checkpointed are whole layers, or with `scope: []` whatever the model does by itself."""
+    return plan.config.checkpointing.scope in ("layers", []) or any(
+        layer.name.startswith(f"{name}.") for name in plan.checkpointed for layer in plan.layers
+    )
+
+
 def summary_lines(plan: Plan) -> list[str]:
     """The summary, a line an item."""
     changed = [layer for layer in plan.layers if layer in plan.compressed or layer in plan.expert_level]
@@ -114,7 +121,7 @@ def summary_lines(plan: Plan) -> list[str]:
             f"forward on {'the same' if checkpointing.exact else 'the original'} values: "
             f"{shorten(list(plan.checkpointed)) or 'no module by name'}"
         )
-        if (checkpointing.scope, checkpointing.format, checkpointing.exact) == ("layers", "mxfp4", True):
+        if checkpointing.format == "mxfp4" and checkpointing.exact and _checkpoints_layers(plan):
             lines.append(
                 "    this rounds every layer's input in the forward pass too, which moved the loss by over 0.61 %: "
                 'set checkpointing.exact to false or its format to "fp8" where the loss counts (docs/checkpointing.md)'

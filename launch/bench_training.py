@@ -3,7 +3,7 @@
 """Speed and memory of training with each recipe, in one run: DeepSpeed's BF16 experts, FP8, MXFP4.
 
     deepspeed --num_gpus 2 launch/bench_training.py
-    deepspeed --num_gpus 2 launch/bench_training.py --recipes bf16 mxfp4 mxfp4:saved_activations=fp8
+    deepspeed --num_gpus 2 launch/bench_training.py --recipes bf16 mxfp4 mxfp4:saved_activations=mxfp4
     deepspeed --num_gpus 2 launch/bench_training.py --autoep gate_up_impl=fused combine_impl=fused_weighted_sum
 
 The default shape is 4 MoE layers of DeepSeek-V3's with 32 experts, expert-parallel over all ranks. One engine trains
@@ -54,7 +54,7 @@ def parse_args() -> argparse.Namespace:
         nargs="+",
         default=["bf16", "fp8", "mxfp4", "bf16"],
         metavar="RECIPE",
-        help="bf16, fp8 or mxfp4, with keys of `experts` after a colon: mxfp4:recompute=fc1,weight_cache=none",
+        help="bf16, fp8 or mxfp4, with keys of `experts` after a colon: mxfp4:recompute=fc1,weight_cache=step",
     )
     parser.add_argument(
         "--autoep",

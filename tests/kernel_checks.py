@@ -8,6 +8,8 @@ Each check makes adversarial input from a seed, calls `ds_fp4.ops` on a device a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ds_fp4 import formats, ops
@@ -24,11 +26,21 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def check_repeated(device: str, repeats: int, rows: int, k: int) -> None:
-    """Conversions whose tensors repeat `repeats` times what converts by itself: [rows, k], a group of `rows` rows, an
-    expert. With enough repeats offsets pass 2^31, and a wrong one cannot hit equal bits."""
-    base = torch.randn(rows, k, device=device).bfloat16()
-    sizes = torch.full((repeats,), rows, dtype=torch.int32, device=device)
-    big = base.repeat(repeats, 1)
+    """Conversions whose tensors repeat `repeats` times what converts by itself: [rows, k], groups of `rows` rows and a
+    group of all rows, experts. With enough repeats offsets pass 2^31 and 2^32, and a wrong one cannot hit equal bits:
+    neither power is a multiple of a part with 7 in its size, and each conversion has values of its own, lest freed
+    memory hold what it fails to write.
+
+    Needs 5 bytes for each of repeats * rows * k values at a time; `repeats` must be even.
+    """
+    parts, base = repeats // 2, torch.empty(rows, k, dtype=torch.bfloat16, device=device)
+    big = base.new_empty(repeats, rows, k)
+    sizes, one = (torch.full((n,), rows, dtype=torch.int32, device=device) for n in (repeats, 1))
+    whole = repeats * one
+
+    def renew() -> None:
+        base.copy_(torch.randn(rows, k, device=device))
+        big.copy_(base)
 
     def same(name: str, got: torch.Tensor, small: torch.Tensor) -> None:
         """`got` [repeats, ...] holds `small` again and again."""
@@ -36,35 +48,56 @@ def check_repeated(device: str, repeats: int, rows: int, k: int) -> None:
             part, expected = (t.contiguous().view(-1).view(BITS.get(t.dtype, t.dtype)) for t in (part, small))
             assert torch.equal(part, expected), (name, number)
 
+    def same_rows(name: str, got: tuple, small: tuple) -> None:
+        for part, expected in zip(got, small, strict=True):
+            same(name, part.view(repeats, -1), expected)
+
     def same_columns(name: str, got: tuple, small: tuple) -> None:
         same(name, got[0].view(repeats, -1), small[0])
-        same(f"{name}, scales", got[1].view(k, repeats, -1).transpose(0, 1).contiguous(), small[1].contiguous())
+        same(f"{name}, scales", got[1].view(k, repeats, -1).transpose(0, 1), small[1])
 
-    fp8 = ops.bf16_to_fp8_row(base, scale_dtype=torch.uint8)
-    big_fp8 = ops.bf16_to_fp8_row(big, scale_dtype=torch.uint8)
-    for convert in (ops.fp8_row_to_fp4_row, ops.fp8_row_to_fp8_row):
-        for got, small in zip(convert(*big_fp8), convert(*fp8), strict=True):
-            same(convert.__name__, got.view(repeats, -1), small)
-    del big_fp8
-    one = sizes[:1]
-    big_fp4, fp4 = ops.bf16_to_fp4_row(big), ops.bf16_to_fp4_row(base)
-    same_columns("fp4_row_to_fp8_col", ops.fp4_row_to_fp8_col(*big_fp4, sizes), ops.fp4_row_to_fp8_col(*fp4, one))
-    del big_fp4
-    got, small = ops.bf16_to_fp8_row_and_col(big, sizes), ops.bf16_to_fp8_row_and_col(base, one)
-    for part, expected in zip(got[0], small[0], strict=True):
-        same("bf16_to_fp8_row_and_col, rows", part.view(repeats, -1), expected)
-    same_columns("bf16_to_fp8_row_and_col", got[1], small[1])
-    del got
-    for orientation in ("both", "rows", "transposed"):
-        got = ops.weight_to_fp8(big.view(repeats, rows, k), orientation=orientation)
-        small = ops.weight_to_fp8(base[None], orientation=orientation)
-        for pairs in zip(got, small, strict=True):
-            for part, expected in zip(*(pair or () for pair in pairs), strict=True):
-                same(f"weight_to_fp8, {orientation}", part, expected)
-        del got, pairs
-    halves = ops.split_weight_gradient(big.view(repeats, rows, k).float())
-    for part, expected in zip(halves, base.view(2, rows // 2, k), strict=True):
-        same("split_weight_gradient", part, expected)
+    def same_columns_of_one_group(name: str, got: tuple, small: tuple) -> None:
+        for part, expected in zip(got, small, strict=True):
+            same(f"{name}, one group", part.view(k, repeats, -1).transpose(0, 1), expected)
+
+    def split_weight_gradient() -> None:
+        halves = ops.split_weight_gradient(big[:parts].float())
+        for part, expected in zip(halves, base.view(2, rows // 2, k), strict=True):
+            same("split_weight_gradient", part, expected)
+
+    def fp8_rows_to(convert: Callable) -> None:
+        got = convert(*ops.bf16_to_fp8_row(big.view(-1, k), scale_dtype=torch.uint8))
+        same_rows(convert.__name__, got, convert(*ops.bf16_to_fp8_row(base, scale_dtype=torch.uint8)))
+
+    def fp4_row_to_fp8_col(group_sizes: torch.Tensor, same_columns: Callable) -> None:
+        got = ops.fp4_row_to_fp8_col(*ops.bf16_to_fp4_row(big.view(-1, k)), group_sizes)
+        same_columns("fp4_row_to_fp8_col", got, ops.fp4_row_to_fp8_col(*ops.bf16_to_fp4_row(base), one))
+
+    def bf16_to_fp8_row_and_col(group_sizes: torch.Tensor, same_columns: Callable) -> None:
+        got = ops.bf16_to_fp8_row_and_col(big.view(-1, k), group_sizes)
+        small = ops.bf16_to_fp8_row_and_col(base, one)
+        same_rows("bf16_to_fp8_row_and_col, rows", got[0], small[0])
+        same_columns("bf16_to_fp8_row_and_col", got[1], small[1])
+
+    def weight_to_fp8(orientation: str) -> None:
+        got = ops.weight_to_fp8(big, orientation=orientation)
+        for pair, small in zip(got, ops.weight_to_fp8(base[None], orientation=orientation), strict=True):
+            assert (pair is None) == (small is None)
+            if pair is not None:
+                same_rows(f"weight_to_fp8, {orientation}", pair, small)
+
+    for check, *arguments in (
+        (split_weight_gradient,),
+        (fp8_rows_to, ops.fp8_row_to_fp4_row),
+        (fp8_rows_to, ops.fp8_row_to_fp8_row),
+        (fp4_row_to_fp8_col, sizes, same_columns),
+        (fp4_row_to_fp8_col, whole, same_columns_of_one_group),
+        (bf16_to_fp8_row_and_col, sizes, same_columns),
+        (bf16_to_fp8_row_and_col, whole, same_columns_of_one_group),
+        *((weight_to_fp8, orientation) for orientation in ("both", "rows", "transposed")),
+    ):
+        renew()
+        check(*arguments)
 
 
 def assert_same(got, expected, what: str = "") -> None:

@@ -81,7 +81,9 @@ class Backend:
             raise ValueError(f"b's scales must be contiguous, got strides {tuple(b[1].stride())}")
         self.check_shape("forward", n, k)
         out = torch.empty(rows, n, dtype=torch.bfloat16, device=device)
-        if out.numel():
+        if not k:  # libraries refuse an empty sum
+            out.zero_()
+        elif out.numel():
             self._grouped_gemm(a, b, groups, out)
         return out
 

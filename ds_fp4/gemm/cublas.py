@@ -17,7 +17,7 @@ import torch
 from ds_fp4.formats import FP8_GROUP
 
 from .backend import Backend, Pair
-from .cublaslt import SCALE_1X128, SCALE_128X128, Library, ScaledMatmul
+from .cublaslt import MIN_ALIGNMENT, SCALE_1X128, SCALE_128X128, Library, ScaledMatmul
 from .groups import Groups
 
 # cuBLAS wants FP8 operands whose dimensions are multiples of 16 bytes.
@@ -53,7 +53,9 @@ class CublasBackend(Backend):
     @torch.no_grad()
     def _grouped_gemm(self, a: Pair, b: Pair, groups: Groups, out: torch.Tensor) -> None:
         _, n, k = b[0].shape
-        weight_scales = torch.nn.functional.pad(b[1], (0, -b[1].shape[2] % SCALE_ALIGNMENT))
+        weight_scales, missing = b[1], -b[1].shape[2] % SCALE_ALIGNMENT
+        if missing:  # padding by nothing would copy
+            weight_scales = torch.nn.functional.pad(weight_scales, (0, missing))
         with self._matmul(SCALE_128X128, out.dtype).launches() as multiply:
             row = 0
             for expert, size in enumerate(groups.sizes):
@@ -105,8 +107,11 @@ def _address(t: torch.Tensor, offset: int = 0) -> int:
 
 
 def _with_rows_as_stride(scales: torch.Tensor) -> torch.Tensor:
-    """Scales [rows, tiles] with strides exactly (1, rows); a copy only if the values lie elsewhere."""
+    """Scales [rows, tiles] with strides exactly (1, rows), aligned; a copy only if the values lie elsewhere."""
     rows = scales.shape[0]
-    if scales.stride() == (1, rows):
+    if scales.stride() == (1, rows) and scales.data_ptr() % MIN_ALIGNMENT == 0:
         return scales
-    return scales.t().contiguous().as_strided(scales.shape, (1, rows))
+    values = scales.t().contiguous()
+    if values.data_ptr() % MIN_ALIGNMENT:
+        values = values.clone()
+    return values.as_strided(scales.shape, (1, rows))

@@ -25,8 +25,8 @@ import torch
 MIN_VERSION = 120900
 # What torch gives cuBLASLt on Hopper.
 WORKSPACE_BYTES = 32 * 2**20
-# cuBLAS's own default, and the most that it asks for.
-MAX_ALIGNMENT = 256
+# Bytes: what it wants of FP8 operands, their results and scales; and its heuristic's default.
+MIN_ALIGNMENT, MAX_ALIGNMENT = 16, 256
 
 # cublasLtMatmulMatrixScale_t
 SCALE_1X128 = 4
@@ -125,6 +125,10 @@ class Library:
         self.call(function, byref(made), *args)
         return made
 
+    def find(self, *args: object) -> int:
+        """cublasLtMatmulAlgoGetHeuristic's status."""
+        return self._library.cublasLtMatmulAlgoGetHeuristic(*args)
+
     def matmul(self, *args: object) -> int:
         """cublasLtMatmul's status."""
         return self._library.cublasLtMatmul(*args)
@@ -161,7 +165,8 @@ class ScaledMatmul:
     def launches(self) -> Iterator[Callable[..., None]]:
         """A function that launches on the device's current stream, for as long as this is open.
 
-        It takes addresses, since to make tensors of each expert's part would cost more than the launch:
+        It takes addresses, multiples of 16, since to make tensors of each expert's part would cost more than the
+        launch:
 
         a, b: E4M3 [M, K] and [N, K], rows one after the other.
         a_scales: FP32 [M, K/128] with strides (1, M).
@@ -169,7 +174,8 @@ class ScaledMatmul:
         out: [M, N], rows one after the other.
         shape: (M, N, K).
 
-        It raises RuntimeError if cuBLAS cannot do this. Any thread may call it.
+        It raises ValueError if an address is not aligned, RuntimeError if cuBLAS cannot do this. Threads may launch at
+        the same time, each with a function of its own: device and stream are those of the thread that opened it.
         """
         with torch.cuda.device(self._device):
             # The allocator may hand it out again, in this stream's order, once this is closed.
@@ -192,6 +198,13 @@ class ScaledMatmul:
         workspace: int,
         stream: int,
     ) -> None:
+        if (a | a_scales | b | b_scales | out) % MIN_ALIGNMENT:
+            places = dict(a=a, a_scales=a_scales, b=b, b_scales=b_scales, out=out)
+            unaligned = [f"{name} at {address:#x}" for name, address in places.items() if address % MIN_ALIGNMENT]
+            raise ValueError(
+                f"cuBLAS reads and writes at multiples of {MIN_ALIGNMENT} bytes, got {', '.join(unaligned)}: give it "
+                "tensors of their own, or views that begin there"
+            )
         alignment = _alignment(a | b | out)
         with self._lock:  # the pointers go through the one descriptor
             self._scales_of_a.value, self._scales_of_b.value = a_scales, b_scales
@@ -232,13 +245,14 @@ class ScaledMatmul:
                 (_ALIGNMENT_D, c_uint32(alignment)),
             ):
                 call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, byref(value), ctypes.sizeof(value))
-            call(
-                "cublasLtMatmulAlgoGetHeuristic",
-                self._handle, self._operation, b, a, out, out, preference, 1, byref(found), byref(count),
-            )  # fmt: skip
+            status = self._library.find(
+                self._handle, self._operation, b, a, out, out, preference, 1, byref(found), byref(count)
+            )
         finally:
             call("cublasLtMatmulPreferenceDestroy", preference)
-        if not count.value or found.state:
+        if status or found.state:
+            self._library.fail(f"cublasLtMatmulAlgoGetHeuristic of (M, N, K) = {shape}", status or found.state)
+        if not count.value:
             raise RuntimeError(f"cuBLASLt has no algorithm for (M, N, K) = {shape} on {self._device}")
         return _Plan(a, b, out, found.algorithm)
 

@@ -19,6 +19,8 @@ from tests.distributed import models
 from tests.distributed.harness import run_ranks
 
 SIZES = dict(hidden_size=128, intermediate_size=128, num_local_experts=8)
+# The default keeps none, so that nothing could be stale.
+KEPT_WEIGHTS = {"weight_cache": "step"}
 
 
 def _build(
@@ -147,7 +149,7 @@ def _count_quantizations() -> None:
 
 def _zero_3_keeps_nothing() -> None:
     for checkpoint in (False, True):
-        engine = _build({"weight_cache": "step"}, zero=3)
+        engine = _build(KEPT_WEIGHTS, zero=3)
         if checkpoint:
             engine.module.gradient_checkpointing_enable({"use_reentrant": False})
         for _ in range(2):
@@ -283,7 +285,7 @@ def _checkpoints_load_both_ways() -> None:
     data = _data(4)
     folder = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(folder)
-    first = _build(model=dict(num_hidden_layers=2))
+    first = _build(KEPT_WEIGHTS, model=dict(num_hidden_layers=2))
     keys = sorted(first.module.state_dict())
     models.train(first, data[:2])
     first.save_checkpoint(folder[0], tag="ours")
@@ -299,7 +301,7 @@ def _checkpoints_load_both_ways() -> None:
     stock.save_checkpoint(folder[0], tag="stock")
     stock.destroy()
 
-    again = _build()
+    again = _build(KEPT_WEIGHTS)
     again.load_checkpoint(folder[0], tag="stock")
     assert models.train(again, data[2:]) == ours
     # The model goes on in an engine with another block.
@@ -318,20 +320,20 @@ def _checkpoints_load_both_ways() -> None:
 
 def _checkpointing_and_compile() -> None:
     data = _data(3)
-    plain = _build()
+    plain = _build(KEPT_WEIGHTS)
     expected = models.train(plain, data)
     plain.destroy()
     for options in ({"use_reentrant": False}, {"use_reentrant": True}):
-        engine = _build()
+        engine = _build(KEPT_WEIGHTS)
         engine.module.gradient_checkpointing_enable(options)
         assert models.train(engine, data) == expected, options
         engine.destroy()
-    engine = _build(block={"checkpointing": {"enabled": True, "format": "mxfp4"}})
+    engine = _build(KEPT_WEIGHTS, block={"checkpointing": {"enabled": True, "format": "mxfp4"}})
     losses = models.train(engine, data * 3)
     assert losses[:1] == pytest.approx(expected[:1], rel=3e-2)
     assert sum(losses[-3:]) < sum(losses[:3])
     engine.destroy()
-    engine = _build()
+    engine = _build(KEPT_WEIGHTS)
     engine.module.forward = torch.compile(engine.module.forward, backend="eager")
     assert models.train(engine, data) == pytest.approx(expected, rel=1e-3)
     engine.destroy()
@@ -340,7 +342,7 @@ def _checkpointing_and_compile() -> None:
 def _trains() -> None:
     for recipe in ("fp8", "mxfp4"):
         for dtype in ("bf16", "fp32"):  # DeepSpeed has no FP16 on the CPU
-            engine = _build(block={"recipe": recipe}, dtype=dtype)
+            engine = _build(KEPT_WEIGHTS, block={"recipe": recipe}, dtype=dtype)
             losses = models.train(engine, _data(2) * 4)
             assert sum(losses[-2:]) < 0.9 * sum(losses[:2]), (recipe, dtype, losses)
             engine.destroy()

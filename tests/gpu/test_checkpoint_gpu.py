@@ -181,7 +181,7 @@ def test_offload_gives_the_same_bits_under_pressure():
             outputs = []
             for x in inputs:
                 for block in blocks:
-                    x = x + ds_fp4.checkpoint(block, x, ds_fp4_offload=offload)
+                    x = x + ds_fp4.checkpoint(block, x, ds_fp4_format="mxfp4", ds_fp4_offload=offload)
                 outputs.append(x.float().square().mean())
                 torch.empty(64 << 20, dtype=torch.uint8, device="cuda").fill_(255)
             for output in outputs if step % 2 else reversed(outputs):
@@ -237,7 +237,7 @@ def test_dropout_on_the_device_is_replayed_when_inputs_are_on_the_host():
     dropout = nn.Dropout(0.5)
     # Magnitudes of 1 to 2 are not rounded to zero, so exp gives 1 where dropout dropped and nowhere else.
     x = torch.randn(2048, 512, device="cuda").sign() * (1 + torch.rand(2048, 512, device="cuda"))
-    y = ds_fp4.checkpoint(lambda a: dropout(a).exp(), x.requires_grad_(), ds_fp4_offload="cpu")
+    y = ds_fp4.checkpoint(lambda a: dropout(a).exp(), x.requires_grad_(), ds_fp4_format="mxfp4", ds_fp4_offload="cpu")
     torch.rand(10, device="cuda")
     y.sum().backward()
     dropped = y == 1

@@ -94,7 +94,8 @@ def test_nested_exact_checkpoints_on_values_that_packing_changes():
     def inner(a):
         return net(a) * a.cos()
 
-    checkpointed = _grads(lambda x: ds_fp4.checkpoint(lambda a: ds_fp4.checkpoint(inner, a.sin()) * a, x), x, net)
+    packed = functools.partial(ds_fp4.checkpoint, ds_fp4_format="mxfp4")
+    checkpointed = _grads(lambda x: packed(lambda a: packed(inner, a.sin()) * a, x), x, net)
     y = unpacked(x)
     z = unpacked(y.sin())
     torch.manual_seed(4)
@@ -116,14 +117,15 @@ def test_a_function_may_write_to_its_argument(exact):
 
     x = unpacked(torch.randn(ROWS, WIDTH, requires_grad=True))
     expected = _grads(lambda x: function(x * 1), x, net)
-    _bits_equal(_grads(lambda x: ds_fp4.checkpoint(function, x * 1, ds_fp4_exact=exact), x, net), expected)
+    options = dict(ds_fp4_format="mxfp4", ds_fp4_exact=exact)
+    _bits_equal(_grads(lambda x: ds_fp4.checkpoint(function, x * 1, **options), x, net), expected)
 
 
 def test_nonfinite_values_reach_backward():
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with torch.no_grad():
         x[3, 5] = float("inf")
-    y = ds_fp4.checkpoint(torch.sin, x)
+    y = ds_fp4.checkpoint(torch.sin, x, ds_fp4_format="mxfp4")
     assert y[3, :32].isnan().all() and y[:3].isfinite().all()
 
 
@@ -171,8 +173,9 @@ def test_each_activation_is_packed_once():
     once = 0.53125 * x.numel()
     with _Saved() as saved:
         ds_fp4.checkpoint(
-            lambda *args: sum(a.sum() for a in args), x, x, x[:40], x.view(WIDTH, ROWS), x.expand(2, ROWS, WIDTH)
-        )
+            lambda *args: sum(a.sum() for a in args), x, x, x[:40], x.view(WIDTH, ROWS), x.expand(2, ROWS, WIDTH),
+            ds_fp4_format="mxfp4",
+        )  # fmt: skip
     assert [t.numel() for t in saved.tensors] == [once]
     with _Saved() as saved:
         y = ds_fp4.checkpoint(torch.sin, x)

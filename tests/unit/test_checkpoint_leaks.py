@@ -20,7 +20,7 @@ ROWS, WIDTH = 64, 64
 VARIANTS = {
     "exact": dict(),
     "inexact": dict(ds_fp4_exact=False),
-    "fp8": dict(ds_fp4_format="fp8"),
+    "mxfp4": dict(ds_fp4_format="mxfp4"),
     "offload": dict(ds_fp4_offload="cpu"),
 }
 

@@ -13,6 +13,8 @@ from ds_fp4.selections import RoutingError, Selections, selecting
 from tests.unit.checkpoint_scenarios import unpacked
 
 TOKENS, HIDDEN, EXPERTS = 256, 64, 16
+# Far enough from the values that the router would often choose otherwise.
+PACKED = {"ds_fp4_format": "mxfp4"}
 
 
 class _MoE(nn.Module):
@@ -129,9 +131,9 @@ def test_nested_checkpoints_keep_routing_too(inner_exact):
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
 
     def outer(x):
-        return ds_fp4.checkpoint(model, x * 1.5, ds_fp4_exact=inner_exact, early_stop=False) * x
+        return ds_fp4.checkpoint(model, x * 1.5, **PACKED, ds_fp4_exact=inner_exact, early_stop=False) * x
 
-    ds_fp4.checkpoint(outer, x, ds_fp4_exact=False, early_stop=False).square().sum().backward()
+    ds_fp4.checkpoint(outer, x, **PACKED, ds_fp4_exact=False, early_stop=False).square().sum().backward()
     # forward, forward within outer's recomputation, recomputation of that
     assert len(model.routes) == 3 and all(torch.equal(route, model.routes[0]) for route in model.routes)
 
@@ -139,7 +141,7 @@ def test_nested_checkpoints_keep_routing_too(inner_exact):
 def test_backward_twice_replays_from_the_start():
     model = _MoE(SELECTIONS["groups"])
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-    y = ds_fp4.checkpoint(model, x, ds_fp4_exact=False, early_stop=False).square().sum()
+    y = ds_fp4.checkpoint(model, x, **PACKED, ds_fp4_exact=False, early_stop=False).square().sum()
     y.backward(retain_graph=True)
     y.backward()
     assert len(model.routes) == 3 and all(torch.equal(route, model.routes[0]) for route in model.routes)
@@ -155,7 +157,7 @@ def test_another_path_is_refused_by_name():
         return y.topk(2, dim=-1).values.exp()
 
     with pytest.raises(RoutingError) as error:
-        ds_fp4.checkpoint(function, x, ds_fp4_exact=False).sum().backward()
+        ds_fp4.checkpoint(function, x, **PACKED, ds_fp4_exact=False).sum().backward()
     assert (
         "selection 1 of the recomputation is topk of (256, 64), dim 0; the forward's was topk of (256, 64), dim -1"
         in str(error.value)

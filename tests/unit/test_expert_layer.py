@@ -202,11 +202,12 @@ def test_no_second_derivative():
         gradient.float().sum().backward()
 
 
+@pytest.mark.parametrize("cache", ("step", "none"))
 @pytest.mark.parametrize("reentrant", (False, True))
 @pytest.mark.parametrize("recompute", ("activation", "fc1"))
-def test_gradient_checkpointing(recompute, reentrant):
+def test_gradient_checkpointing(recompute, reentrant, cache):
     problem = make_problem()
-    layer = make_layer(recipe_of(recompute=recompute))
+    layer = make_layer(recipe_of(recompute=recompute, weight_cache=cache))
     expected = problem.run(layer)
     for leaf in problem.leaves().values():
         leaf.grad = None
@@ -218,9 +219,10 @@ def test_gradient_checkpointing(recompute, reentrant):
         _equal({"output": output.detach(), **{n: leaf.grad for n, leaf in problem.leaves().items()}}, expected)
 
 
-def test_hooks_on_saved_tensors():
+@pytest.mark.parametrize("cache", ("step", "none"))
+def test_hooks_on_saved_tensors(cache):
     problem = make_problem()
-    layer = make_layer()
+    layer = make_layer(recipe_of(weight_cache=cache))
     expected = problem.run(layer)
     with torch.autograd.graph.save_on_cpu():
         _equal(problem.run(layer), expected)
@@ -232,20 +234,21 @@ def test_hooks_on_saved_tensors():
 
 def test_a_copied_layer_computes_the_same_with_weights_of_its_own():
     problem = make_problem()
-    layer = make_layer()
+    layer = make_layer(recipe_of(weight_cache="step"))
     expected = problem.run(layer)
     copied = copy.deepcopy(layer)
     assert copied.cache is not layer.cache and copied.gemms is layer.gemms
     _equal(problem.run(copied), expected)
 
 
-def test_a_matrix_an_expert():
+@pytest.mark.parametrize("cache", ("step", "none"))
+def test_a_matrix_an_expert(cache):
     problem = make_problem()
     expected = problem.run(make_layer())
     matrices = [w.detach()[e].clone().requires_grad_() for w in problem.weights for e in range(EXPERTS)]
     matrices[3].requires_grad_(False)
     problem.x.grad = None
-    layer = make_layer()
+    layer = make_layer(recipe_of(weight_cache=cache))
     output = layer(problem.x, problem.scores, problem.expert_ids, matrices)
     output.backward(problem.dy)
     assert torch.equal(output, expected["output"]) and torch.equal(problem.x.grad, expected["x"])
@@ -315,7 +318,7 @@ def test_weights_are_quantized_once_until_they_change():
 @pytest.mark.parametrize("recompute", ("activation", "fc1"))
 def test_without_a_cache_every_use_quantizes_what_it_needs(recompute):
     problem = make_problem(tokens=20)
-    expected = problem.run(make_layer(recipe_of(recompute=recompute)))
+    expected = problem.run(make_layer(recipe_of(weight_cache="step", recompute=recompute)))
     counted = _Counted(weight_cache="none", recompute=recompute)
     for run in (1, 2):
         _equal(problem.run(counted.layer), expected)

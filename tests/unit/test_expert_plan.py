@@ -64,14 +64,15 @@ def test_by_preset():
 
 
 def test_a_checkpointing_that_moves_the_loss_says_so():
-    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"moe": _layer()})])})
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Sequential(_layer())])})
 
     def warned(**keys) -> bool:
         config = {"ds_fp4": {"enabled": True, "checkpointing": {"enabled": True, **keys}}}
         plan = engine.make_plan(config, model, device=CPU, announcement=Announcement("0"))
         return any("moved the loss" in line for line in summary_lines(plan))
 
-    assert warned(format="mxfp4")
+    assert warned(format="mxfp4") and warned(format="mxfp4", scope=[])
+    assert warned(format="mxfp4", scope=["layers.*"]) and not warned(format="mxfp4", scope=["layers.0.0.experts"])
     assert not warned() and not warned(format="mxfp4", exact=False) and not warned(format="mxfp4", scope="experts")
 
 

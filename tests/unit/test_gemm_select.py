@@ -323,6 +323,66 @@ def test_what_cublas_refuses_is_said_in_its_words(fake_library):
         fake_library.cublasLtMatmulAlgoGetHeuristic.effect = None
         with pytest.raises(RuntimeError, match="no algorithm for"):
             multiply(256, 16, 512, 32, 1024, (64, 64, 128))
+        fake_library.cublasLtMatmulAlgoGetHeuristic.result = 15  # what it says where it finds none
+        with pytest.raises(RuntimeError, match=r"Heuristic of \(M, N, K\) = \(64, 64, 128\): not supported"):
+            multiply(256, 16, 512, 32, 1024, (64, 64, 128))
+        assert len(fake_library.cublasLtMatmulPreferenceDestroy.calls) == 3
+
+
+def test_addresses_that_cublas_cannot_read_are_named(fake_library):
+    matmul = cublaslt.ScaledMatmul(cublaslt.Library(), CPU, cublaslt.SCALE_1X128, torch.bfloat16)
+    with matmul.launches() as multiply, pytest.raises(ValueError, match="16 bytes, got a_scales at 0x14, out at"):
+        multiply(256, 20, 512, 32, 1024 + 8, (64, 32, 128))
+    assert not fake_library.cublasLtMatmul.calls
+
+
+class AlignedMatmul(HostMatmul):
+    def multiply(self, *addresses, **named):
+        assert not any(address % cublaslt.MIN_ALIGNMENT for address in addresses[:5])
+        super().multiply(*addresses, **named)
+
+
+def test_scales_anywhere_are_handed_over_aligned(host_matmul, monkeypatch):
+    """Where rows are a multiple of four the strides are right already, wherever the values begin."""
+    monkeypatch.setattr(cublas, "ScaledMatmul", AlignedMatmul)
+    backend = cublas.CublasBackend(CPU)
+    problem = checks.operands("cpu", [128], 128, 640)
+
+    def moved(pair):
+        q, scales = pair
+        buffer = torch.empty(scales.numel() + 1)
+        return q, buffer[1:].as_strided(scales.shape, (1, scales.shape[0]), 1).copy_(scales)
+
+    assert moved(problem.rows)[1].data_ptr() % cublaslt.MIN_ALIGNMENT
+    problem = problem._replace(rows=moved(problem.rows), left=moved(problem.left), right=moved(problem.right))
+    checks.check_grouped_gemm(backend, problem, limit=checks.BF16_ROUNDING)
+    checks.check_weight_gradient(backend, problem, (128,), torch.bfloat16, limit=checks.BF16_ROUNDING)
+
+
+def test_weight_scales_are_copied_only_to_align_them(host_matmul, monkeypatch):
+    seen = []
+
+    class Watched(HostMatmul):
+        def multiply(self, a, a_scales, b, b_scales, out, shape):
+            seen.append(b_scales)
+            super().multiply(a, a_scales, b, b_scales, out, shape)
+
+    monkeypatch.setattr(cublas, "ScaledMatmul", Watched)
+    backend = cublas.CublasBackend(CPU)
+    for k, copied in ((512, False), (640, True)):
+        problem = checks.operands("cpu", [5], 64, k)
+        checks.check_grouped_gemm(backend, problem, limit=checks.BF16_ROUNDING)
+        assert (seen[-1] != problem.weights[1].data_ptr()) == copied
+
+
+@pytest.mark.parametrize("fixture", ["deepgemm_backend", "cublas_backend"])
+def test_an_empty_sum_is_zero(fixture, request):
+    groups = gemm.Groups.of([5, 0, 130])
+    codes = torch.empty(groups.padded_rows, 0, dtype=torch.float8_e4m3fn)
+    weights = torch.empty(3, 128, 0, dtype=torch.float8_e4m3fn)
+    a, b = (codes, torch.empty(groups.padded_rows, 0)), (weights, torch.empty(3, 1, 0))
+    out = request.getfixturevalue(fixture).grouped_gemm(a, b, groups)
+    assert out.shape == (groups.padded_rows, 128) and not out.any()
 
 
 def test_shapes_that_a_library_cannot_do(deepgemm_backend, cublas_backend):

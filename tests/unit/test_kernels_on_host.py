@@ -3,6 +3,7 @@
 """The kernels' own sources, run on the host thread by thread (host_kernels), bit for bit against the reference."""
 
 import faulthandler
+import functools
 import os
 import signal
 
@@ -205,6 +206,41 @@ def test_weights_whose_rows_are_too_far_apart_are_refused():
 def test_split_weight_gradient(aligned):
     for seed, (experts, rows, k) in enumerate([(1, 1, 8), (3, 40, 264), (2, 3, 5), (0, 2, 8)]):
         checks.check_split_weight_gradient("cpu", experts, rows, k, seed, aligned)
+
+
+def _leaves(result) -> list[torch.Tensor]:
+    """Tensors of a nested tuple, in order."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [leaf for part in result if part is not None for leaf in _leaves(part)]
+
+
+def test_repeated_parts(monkeypatch):
+    checks.check_repeated("cpu", repeats=4, rows=128, k=256)
+    # Every output is looked at to its end: a wrong last value of any is found.
+    for name, outputs in (
+        ("split_weight_gradient", 2),
+        ("fp8_row_to_fp4_row", 2),
+        ("fp8_row_to_fp8_row", 2),
+        ("fp4_row_to_fp8_col", 2),
+        ("bf16_to_fp8_row_and_col", 4),
+        ("weight_to_fp8", 4),
+    ):
+        convert = getattr(ops, name)
+        for number in range(outputs):
+
+            @functools.wraps(convert)
+            def wrong(x, *args, convert=convert, number=number, outputs=outputs, **options):
+                result = convert(x, *args, **options)
+                leaves = _leaves(result)
+                assert len(leaves) == outputs or options["orientation"] != "both"
+                if x.numel() > 128 * 256 and number < len(leaves):
+                    leaves[number].view(-1)[-1:].view(torch.uint8)[-1] ^= 1
+                return result
+
+            with monkeypatch.context() as patched, pytest.raises(AssertionError, match=name):
+                patched.setattr(ops, name, wrong)
+                checks.check_repeated("cpu", repeats=4, rows=128, k=256)
 
 
 @pytest.mark.parametrize("name", ["no rows", "no groups", "empty groups"])
