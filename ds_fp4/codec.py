@@ -35,6 +35,13 @@ def _new_records(rows: int, data_bytes: int, record_bytes: int, device: torch.de
     return records
 
 
+def _split(records: torch.Tensor, codes: int, scales: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the first bytes of records and of those that follow."""
+    rest = records.shape[1] - codes - scales
+    parts = records.split_with_sizes((codes, scales, rest) if rest else (codes, scales), 1)
+    return parts[0], parts[1]
+
+
 class Mxfp4Codec:
     """E2M1 elements with one UE8M0 scale per 32.
 
@@ -50,13 +57,13 @@ class Mxfp4Codec:
         self.hidden = hidden
         self.scale_rounding = scale_rounding
         self.columns = align_up(hidden, MXFP4_BLOCK)
-        self.packed_bytes = self.columns // 2
-        self.data_bytes = self.packed_bytes + self.columns // MXFP4_BLOCK
+        self.packed_bytes, self.scale_bytes = self.columns // 2, self.columns // MXFP4_BLOCK
+        self.data_bytes = self.packed_bytes + self.scale_bytes
         self.record_bytes = align_up(self.data_bytes, RECORD_ALIGNMENT)
 
     def split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views (packed, scales) of records."""
-        return records[:, : self.packed_bytes], records[:, self.packed_bytes : self.data_bytes]
+        """Views (packed, scales) of records, whatever follows these."""
+        return _split(records, self.packed_bytes, self.scale_bytes)
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """BF16, FP16 or FP32 [M, hidden] -> uint8 [M, record_bytes]."""
@@ -83,12 +90,14 @@ class Fp8Codec:
 
     def __init__(self, hidden: int) -> None:
         self.hidden = hidden
-        self.data_bytes = hidden + align_up(hidden, FP8_GROUP) // FP8_GROUP
+        self.scale_bytes = align_up(hidden, FP8_GROUP) // FP8_GROUP
+        self.data_bytes = hidden + self.scale_bytes
         self.record_bytes = align_up(self.data_bytes, RECORD_ALIGNMENT)
 
     def split(self, records: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views (q, scales) of records."""
-        return records[:, : self.hidden].view(torch.float8_e4m3fn), records[:, self.hidden : self.data_bytes]
+        """Views (q, scales) of records, whatever follows these."""
+        q, scales = _split(records, self.hidden, self.scale_bytes)
+        return q.view(torch.float8_e4m3fn), scales
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """BF16, FP16 or FP32 [M, hidden] -> uint8 [M, record_bytes]."""

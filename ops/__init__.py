@@ -6,6 +6,7 @@
     fused         calls that fuse an activation, a gather or a sum with conversions
     routing       which token goes where, and back
     kernels       what each CUDA kernel is launched with
+    launching     how it is found out from tensors, and launched
     backends      which way of compiling them is in use: `builder` (nvcc) or `nvrtc` (CuPy)
     cache         where compiled kernels are kept, safely for many processes and nodes
     csrc/         the kernels

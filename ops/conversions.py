@@ -17,23 +17,9 @@ import functools
 import torch
 
 from ds_fp4 import formats
-from ds_fp4.formats import FP8_GROUP, MXFP4_BLOCK, checks, ue8m0
-from ds_fp4.ops.kernels import (
-    GATHERED_STRIPE,
-    KERNELS,
-    LONGEST_ROW,
-    SOURCE_SCALES,
-    THREADS,
-    VALUES,
-    below_2_31,
-    grid_for,
-    launch_blocks,
-    launch_columns,
-    launch_rows,
-    row_parts,
-    row_stride,
-    scales_values,
-)
+from ds_fp4.formats import FP8_GROUP, checks, ue8m0
+from ds_fp4.ops.kernels import GATHERED_STRIPE, KERNELS, SOURCE_SCALES, THREADS, VALUES
+from ds_fp4.ops.launching import LONGEST_ROW, below_2_31, grid_for, launch, launch_columns, launch_rows
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -54,13 +40,10 @@ def bf16_to_fp4_row(
     if not _on_gpu(x):
         return formats.bf16_to_fp4_row(x, scale_rounding, index=index, out=out)
     packed, scales = checks.prepare_bf16_to_fp4_row(x, scale_rounding, index, out)
-    for x_part, codes, block_scales in row_parts(x.shape[1], index, (x, 1), (packed, 2), (scales, MXFP4_BLOCK)):
-        launch_rows(
-            "bf16_to_fp4_row", VALUES[x.dtype], codes.shape[0], x_part.shape[1], x_part.shape[0], index,
-            {"x": (x_part, 8 * x.element_size()), "packed": (codes, 4)},
-            scales=block_scales.data_ptr(), scales_stride=row_stride(block_scales),
-            rounding=formats.SCALE_ROUNDINGS[scale_rounding],
-        )  # fmt: skip
+    launch_rows(
+        KERNELS["bf16_to_fp4_row"], VALUES[x.dtype], x.shape[1], index, (x, packed, scales),
+        rounding=formats.SCALE_ROUNDINGS[scale_rounding],
+    )  # fmt: skip
     return packed, scales
 
 
@@ -76,12 +59,7 @@ def fp4_row_to_bf16(
     if not _on_gpu(packed):
         return formats.fp4_row_to_bf16(packed, scales, dtype=dtype, index=index, out=out)
     out = checks.prepare_fp4_row_to_bf16(packed, scales, dtype, index, out)
-    for codes, block_scales, values in row_parts(out.shape[1], index, (packed, 2), (scales, MXFP4_BLOCK), (out, 1)):
-        launch_rows(
-            "fp4_row_to_bf16", VALUES[dtype], values.shape[0], values.shape[1], codes.shape[0], index,
-            {"packed": (codes, 4), "out": (values, 8 * out.element_size())},
-            scales=block_scales.data_ptr(), scales_stride=row_stride(block_scales),
-        )  # fmt: skip
+    launch_rows(KERNELS["fp4_row_to_bf16"], VALUES[dtype], out.shape[1], index, (packed, scales, out))
     return out
 
 
@@ -99,12 +77,7 @@ def bf16_to_fp8_row(
     q, scales = checks.prepare_bf16_to_fp8_row(x, scale_dtype, scale_layout, index, out)
     # Quantizing never gives an exponent under -127, which FP32 could hold.
     lowest = max(_lowest(scale_dtype, scale_layout), 0)
-    for x_part, codes, group_scales in row_parts(x.shape[1], index, (x, 1), (q, 1), (scales, FP8_GROUP)):
-        launch_rows(
-            "bf16_to_fp8_row", VALUES[x.dtype], codes.shape[0], x_part.shape[1], x_part.shape[0], index,
-            {"x": (x_part, 8 * x.element_size()), "q": (codes, 8)},
-            **scales_values("scales", group_scales, lowest),
-        )  # fmt: skip
+    launch_rows(KERNELS["bf16_to_fp8_row"], VALUES[x.dtype], x.shape[1], index, (x, q), (scales, lowest))
     return q, scales
 
 
@@ -120,12 +93,10 @@ def fp8_row_to_bf16(
     if not _on_gpu(q):
         return formats.fp8_row_to_bf16(q, scales, dtype=dtype, index=index, out=out)
     out = checks.prepare_fp8_row_to_bf16(q, scales, dtype, index, out)
-    for codes, group_scales, values in row_parts(q.shape[1], index, (q, 1), (scales, FP8_GROUP), (out, 1)):
-        launch_rows(
-            "fp8_row_to_bf16", VALUES[dtype], values.shape[0], values.shape[1], codes.shape[0], index,
-            {"q": (codes, 8), "out": (values, 8 * out.element_size())},
-            scales=group_scales.data_ptr(), scales_stride=row_stride(group_scales), scale_bytes=scales.element_size(),
-        )  # fmt: skip
+    launch_rows(
+        KERNELS["fp8_row_to_bf16"], VALUES[dtype], q.shape[1], index, (q, scales, out),
+        scale_bytes=scales.element_size(),
+    )  # fmt: skip
     return out
 
 
@@ -144,15 +115,10 @@ def fp4_row_to_fp8_row(
             packed, scales, scale_dtype=scale_dtype, scale_layout=scale_layout, index=index, out=out
         )
     q, out_scales = checks.prepare_fp4_row_to_fp8_row(packed, scales, scale_dtype, scale_layout, index, out)
-    for source, block_scales, codes, group_scales in row_parts(
-        q.shape[1], index, (packed, 2), (scales, MXFP4_BLOCK), (q, 1), (out_scales, FP8_GROUP)
-    ):
-        launch_rows(
-            "fp4_row_to_fp8_row", (), codes.shape[0], codes.shape[1], source.shape[0], index,
-            {"packed": (source, 8), "q": (codes, 16)}, unit=16,
-            block_scales=block_scales.data_ptr(), block_scales_stride=row_stride(block_scales),
-            **scales_values("scales", group_scales, _lowest(scale_dtype, scale_layout)),
-        )  # fmt: skip
+    launch_rows(
+        KERNELS["fp4_row_to_fp8_row"], (), q.shape[1], index, (packed, scales, q),
+        (out_scales, _lowest(scale_dtype, scale_layout)),
+    )  # fmt: skip
     return q, out_scales
 
 
@@ -168,16 +134,10 @@ def fp8_row_to_fp4_row(
     if not _on_gpu(q):
         return formats.fp8_row_to_fp4_row(q, scales, scale_rounding, index=index, out=out)
     packed, out_scales = checks.prepare_fp8_row_to_fp4_row(q, scales, scale_rounding, index, out)
-    for source, group_scales, codes, block_scales in row_parts(
-        q.shape[1], index, (q, 1), (scales, FP8_GROUP), (packed, 2), (out_scales, MXFP4_BLOCK)
-    ):
-        launch_rows(
-            "fp8_row_to_fp4_row", SOURCE_SCALES[scales.dtype], codes.shape[0], source.shape[1], source.shape[0], index,
-            {"q": (source, 16), "packed": (codes, 8)}, unit=16,
-            group_scales=group_scales.data_ptr(), group_scales_stride=row_stride(group_scales),
-            scales=block_scales.data_ptr(), scales_stride=row_stride(block_scales),
-            rounding=formats.SCALE_ROUNDINGS[scale_rounding],
-        )  # fmt: skip
+    launch_rows(
+        KERNELS["fp8_row_to_fp4_row"], SOURCE_SCALES[scales.dtype], q.shape[1], index,
+        (q, scales, packed, out_scales), rounding=formats.SCALE_ROUNDINGS[scale_rounding],
+    )  # fmt: skip
     return packed, out_scales
 
 
@@ -196,16 +156,10 @@ def fp8_row_to_fp8_row(
             q, scales, scale_dtype=scale_dtype, scale_layout=scale_layout, index=index, out=out
         )
     out_q, out_scales = checks.prepare_fp8_row_to_fp8_row(q, scales, scale_dtype, scale_layout, index, out)
-    for source, source_scales, codes, group_scales in row_parts(
-        q.shape[1], index, (q, 1), (scales, FP8_GROUP), (out_q, 1), (out_scales, FP8_GROUP)
-    ):
-        launch_rows(
-            "fp8_row_to_fp8_row", SOURCE_SCALES[scales.dtype], codes.shape[0], source.shape[1], source.shape[0], index,
-            {"source": (source, 16), "q": (codes, 16)}, unit=16,
-            source_scales=source_scales.data_ptr(), source_scales_stride=row_stride(source_scales),
-            stripe=LONGEST_ROW if index is None else GATHERED_STRIPE,
-            **scales_values("scales", group_scales, _lowest(scale_dtype, scale_layout)),
-        )  # fmt: skip
+    launch_rows(
+        KERNELS["fp8_row_to_fp8_row"], SOURCE_SCALES[scales.dtype], q.shape[1], index, (q, scales, out_q),
+        (out_scales, _lowest(scale_dtype, scale_layout)), stripe=LONGEST_ROW if index is None else GATHERED_STRIPE,
+    )  # fmt: skip
     return out_q, out_scales
 
 
@@ -228,10 +182,8 @@ def fp4_row_to_fp8_col(
         packed, scales, group_sizes, padded_rows, scale_layout, index, out
     )
     launch_columns(
-        "fp4_row_to_fp8_col", (), 2 * packed.shape[1], packed.shape[0], index, group_sizes, padded_rows,
-        {"packed": (packed, 4), "q": (q, 16)}, unit=8,
-        block_scales=scales.data_ptr(), block_scales_stride=row_stride(scales),
-        **scales_values("scales", out_scales, _lowest(torch.float32, scale_layout)),
+        KERNELS["fp4_row_to_fp8_col"], (), 2 * packed.shape[1], index, group_sizes, padded_rows, (packed, scales),
+        q, (out_scales, _lowest(torch.float32, scale_layout)),
     )  # fmt: skip
     return q, out_scales
 
@@ -255,10 +207,8 @@ def fp8_row_to_fp8_col(
         q, scales, group_sizes, padded_rows, scale_layout, index, out
     )
     launch_columns(
-        "fp8_row_to_fp8_col", SOURCE_SCALES[scales.dtype], q.shape[1], q.shape[0], index, group_sizes, padded_rows,
-        {"source": (q, 4), "q": (out_q, 16)}, unit=4,
-        source_scales=scales.data_ptr(), source_scales_stride=row_stride(scales),
-        **scales_values("scales", out_scales, _lowest(torch.float32, scale_layout)),
+        KERNELS["fp8_row_to_fp8_col"], SOURCE_SCALES[scales.dtype], q.shape[1], index, group_sizes, padded_rows,
+        (q, scales), out_q, (out_scales, _lowest(torch.float32, scale_layout)),
     )  # fmt: skip
     return out_q, out_scales
 
@@ -282,10 +232,8 @@ def bf16_to_fp8_row_and_col(
     )
     lowest = max(_lowest(torch.float32, scale_layout), 0)
     launch_columns(
-        "bf16_to_fp8_row_and_col", VALUES[x.dtype], x.shape[1], x.shape[0], index, group_sizes, padded_rows,
-        {"x": (x, 4 * x.element_size()), "row_q": (row_q, 4), "q": (column_q, 16)}, unit=4,
-        **scales_values("row_scales", row_scales, lowest),
-        **scales_values("scales", column_scales, lowest),
+        KERNELS["bf16_to_fp8_row_and_col"], VALUES[x.dtype], x.shape[1], index, group_sizes, padded_rows, (x, row_q),
+        column_q, (column_scales, lowest), (row_scales, lowest),
     )  # fmt: skip
     return (row_q, row_scales), (column_q, column_scales)
 
@@ -318,12 +266,25 @@ def weight_to_fp8(
     vector = k % 4 == 0 and (not q_t or n % 16 == 0) and all(
         number % (4 * itemsize) == 0 for number in (*pointers, *strides)
     ) and q % 4 == 0 and q_t % 16 == 0  # fmt: skip
-    launch_blocks(
-        "weight_to_fp8", VALUES[w1.dtype], experts * blocks_n * blocks_k, w1.device.index, vector,
-        rows=n, width=k, first_rows=first_rows, row_tiles=blocks_n, column_tiles=blocks_k,
-        w1=pointers[0], w3=pointers[1], expert_stride=strides[0], row_stride=strides[1],
-        q=q, scales=scales, q_t=q_t, scales_t=scales_t,
-    )  # fmt: skip
+    blocks = experts * blocks_n * blocks_k
+    if blocks:
+        values = {
+            "rows": n,
+            "width": k,
+            "first_rows": first_rows,
+            "row_tiles": blocks_n,
+            "column_tiles": blocks_k,
+            "w1": pointers[0],
+            "w3": pointers[1],
+            "expert_stride": strides[0],
+            "row_stride": strides[1],
+            "q": q,
+            "scales": scales,
+            "q_t": q_t,
+            "scales_t": scales_t,
+        }
+        template = f"{VALUES[w1.dtype][0]}, {'true' if vector else 'false'}"
+        launch(KERNELS["weight_to_fp8"], template, blocks, values, w1.device.index)
     return result
 
 
@@ -340,9 +301,15 @@ def split_weight_gradient(gradient: torch.Tensor, *, out: Pair | None = None) ->
     kernel = KERNELS["split_weight_gradient"]
     tiles_a_half = -(-half // kernel.tile[1])
     tiles = 2 * g1.shape[0] * tiles_a_half
-    launch_blocks(
-        kernel.name, (), grid_for(THREADS * tiles, kernel, gradient.device.index), gradient.device.index,
-        tiles=tiles, tiles_a_half=tiles_a_half, half_units=half // 8,
-        gradient=gradient.data_ptr(), g1=g1.data_ptr(), g3=g3.data_ptr(),
-    )  # fmt: skip
+    device = gradient.device.index
+    if tiles:
+        values = {
+            "tiles": tiles,
+            "tiles_a_half": tiles_a_half,
+            "half_units": half // 8,
+            "gradient": gradient.data_ptr(),
+            "g1": g1.data_ptr(),
+            "g3": g3.data_ptr(),
+        }
+        launch(kernel, "", grid_for(THREADS * tiles, kernel, device), values, device)
     return g1, g3

@@ -25,14 +25,9 @@ from ds_fp4.ops.kernels import (
     LONG_CHUNK_VALUES,
     LONG_CHUNKS,
     THREADS,
-    aligned,
-    below_2_31,
-    launch,
-    multiprocessors,
-    row_stride,
 )
+from ds_fp4.ops.launching import below_2_31, launch, multiprocessors, row_stride
 from ds_fp4.reference import activation as activations
-from ds_fp4.reference import layout
 from ds_fp4.reference import rows as row_calls
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -44,6 +39,7 @@ _ACTIVATION_TYPES = {
     "geglu_tanh": "GegluTanh",
 }
 _ROW_TYPES = {"mxfp4": "Mxfp4Rows", "fp8": "Fp8Rows", "bf16": "Bf16Rows", None: "NoRows"}
+_BOOLS = {False: "false", True: "true"}
 _UNIT_BYTES = {"mxfp4": 4, "fp8": 8, "bf16": 16}  # of eight values
 _WARPS = THREADS // 32
 
@@ -63,7 +59,9 @@ def _pointer(t: torch.Tensor | None) -> int:
 
 def _strides(t: torch.Tensor) -> tuple[int, int]:
     """Bytes from row to row and from column to column."""
-    return t.stride(0) * t.element_size(), t.stride(1) * t.element_size()
+    itemsize = t.element_size()
+    rows, columns = t.stride()
+    return rows * itemsize, columns * itemsize
 
 
 def _pair(rows: torch.Tensor | Pair | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -207,21 +205,23 @@ def gather_rows(
     rows, row_bytes = out.shape
     if rows == 0 or row_bytes == 0:
         return out
-    unit = next(u for u in (16, 4, 1) if row_bytes % u == 0 and aligned(records, u) and aligned(out, u))
+    source, source_stride = records.data_ptr(), row_stride(records)
+    target, target_stride = out.data_ptr(), row_stride(out)
+    places = source | source_stride | target | target_stride | row_bytes
+    unit = 16 if places % 16 == 0 else 4 if places % 4 == 0 else 1
+    row_units = below_2_31("units of a record", row_bytes // unit)
     values = {
         "rows": rows,
-        "row_units": row_bytes // unit,
+        "row_units": row_units,
         "input_rows": records.shape[0],
         "index": _pointer(index),
-        "records": records.data_ptr(),
-        "records_stride": row_stride(records),
-        "out": out.data_ptr(),
-        "out_stride": row_stride(out),
+        "records": source,
+        "records_stride": source_stride,
+        "out": target,
+        "out_stride": target_stride,
     }
     device = records.device.index
-    below_2_31("units of a record", row_bytes // unit)
-    blocks = -(-rows * (row_bytes // unit) // GATHER_UNITS)
-    grid = min(blocks, multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
+    grid = min(-(-rows * row_units // GATHER_UNITS), multiprocessors(device) * BLOCKS_PER_MULTIPROCESSOR)
     launch(KERNELS["gather_rows"], str(unit), grid, values, device)
     return out
 
@@ -248,11 +248,18 @@ def combine_rows(
     count = indices.shape[0] if offsets is None else offsets.shape[0] - 1
     if count == 0:
         return out
-    input_rows, width, _ = layout.check_rows("rows", rows, row_format)
     out_data, out_scales = _pair(out)
-    vector = width % 8 == 0 and aligned(data, _UNIT_BYTES[row_format]) and aligned(out_data, _UNIT_BYTES[out_format])
-    flags = ", ".join("true" if flag else "false" for flag in (weights is not None, vector))
-    template = f"{_ROW_TYPES[row_format]}, {_ROW_TYPES[out_format]}, {flags}"
+    input_rows, width = data.shape
+    if row_format == "mxfp4":
+        width *= 2
+    source, source_stride = data.data_ptr(), row_stride(data)
+    target, target_stride = out_data.data_ptr(), row_stride(out_data)
+    vector = (
+        width % 8 == 0
+        and (source | source_stride) % _UNIT_BYTES[row_format] == 0
+        and (target | target_stride) % _UNIT_BYTES[out_format] == 0
+    )
+    template = f"{_ROW_TYPES[row_format]}, {_ROW_TYPES[out_format]}, {_BOOLS[weights is not None]}, {_BOOLS[vector]}"
     chunks_a_row = -(-width // (LONG_CHUNK_VALUES if template == LONG_CHUNKS else CHUNK_VALUES))
     values = {
         "rows": count,
@@ -263,13 +270,13 @@ def combine_rows(
         "list_entries": indices.shape[1] if offsets is None else 0,
         "indices": indices.data_ptr(),
         "weights": _pointer(weights),
-        "x": data.data_ptr(),
-        "x_stride": row_stride(data),
+        "x": source,
+        "x_stride": source_stride,
         "x_scales": _pointer(data_scales),
         "x_scales_stride": 0 if data_scales is None else row_stride(data_scales),
         "x_scale_bytes": 0 if data_scales is None else data_scales.element_size(),
-        "out": out_data.data_ptr(),
-        "out_stride": row_stride(out_data),
+        "out": target,
+        "out_stride": target_stride,
         "out_scales": _pointer(out_scales),
         "out_scales_stride": 0 if out_scales is None else row_stride(out_scales),
         "out_scale_bytes": 0 if out_scales is None else out_scales.element_size(),

@@ -12,7 +12,8 @@ import functools
 
 import torch
 
-from ds_fp4.ops.kernels import BLOCKS_PER_MULTIPROCESSOR, KERNELS, THREADS, launch, multiprocessors, row_stride
+from ds_fp4.ops.kernels import BLOCKS_PER_MULTIPROCESSOR, KERNELS, THREADS
+from ds_fp4.ops.launching import launch, multiprocessors, row_stride
 from ds_fp4.reference import routing
 from ds_fp4.reference.routing import ReceivePlan, SendPlan, routing_bytes
 
@@ -55,19 +56,25 @@ def _ids(expert_ids: torch.Tensor) -> tuple[str, dict[str, int]]:
 
 
 @functools.wraps(routing.plan_send)
-def plan_send(expert_ids: torch.Tensor, ranks: int, local_experts: int) -> SendPlan:
+def plan_send(
+    expert_ids: torch.Tensor, ranks: int, local_experts: int, *, table: torch.Tensor | None = None
+) -> SendPlan:
     if not _on_gpu(expert_ids):
-        return routing.plan_send(expert_ids, ranks, local_experts)
-    plan = routing.prepare_plan_send(expert_ids, ranks, local_experts)
+        return routing.plan_send(expert_ids, ranks, local_experts, table=table)
+    plan = routing.prepare_plan_send(expert_ids, ranks, local_experts, table)
     (tokens, k), device = expert_ids.shape, expert_ids.device.index
     blocks, experts = _plan_blocks(tokens), ranks * local_experts
     counts = torch.empty(blocks, experts + ranks, dtype=torch.int32, device=expert_ids.device)
     template, values = _ids(expert_ids)
-    values |= {"rows": tokens, "k": k, "local_experts": local_experts, "counts": counts.data_ptr()}
-    launch(
-        KERNELS["route_count"], template, blocks,
-        {**values, "experts": experts, "counts_a_block": experts + ranks}, device,
-    )  # fmt: skip
+    values |= {
+        "rows": tokens,
+        "k": k,
+        "local_experts": local_experts,
+        "experts": experts,
+        "counts_a_block": experts + ranks,
+        "counts": counts.data_ptr(),
+    }
+    launch(KERNELS["route_count"], template, blocks, values, device)
     values |= {
         "ranks": ranks,
         "tokens": plan.tokens.data_ptr(),
@@ -100,6 +107,7 @@ def pack_routing(
         return out
     device = expert_ids.device.index
     template, values = _ids(expert_ids)
+    target = out.data_ptr()
     values |= {
         "rows": count,
         "k": k,
@@ -109,8 +117,8 @@ def pack_routing(
         "input_rows": expert_ids.shape[0],
         "tokens": tokens.data_ptr(),
         "records": records.data_ptr(),
-        "weights_out": out.data_ptr(),
-        "ids_out": out.data_ptr() + 4 * k,
+        "weights_out": target,
+        "ids_out": target + 4 * k,
         "out_stride": row_stride(out),
     }
     launch(KERNELS["pack_routing"], template, _slots_grid(count, k, device), values, device)
@@ -125,18 +133,20 @@ def plan_receive(routing_records: torch.Tensor, k: int, local_experts: int, padd
     records, device = routing_records.shape[0], routing_records.device.index
     blocks = _plan_blocks(records)
     counts = torch.empty(blocks, local_experts, dtype=torch.int32, device=routing_records.device)
+    weights, stride = routing_records.data_ptr(), row_stride(routing_records)
     values = {
         "rows": records,
         "k": k,
-        "ids": routing_records.data_ptr() + 4 * k,
+        "ids": weights + 4 * k,
+        "ids_stride": stride,
         "local_experts": local_experts,
+        "experts": local_experts,
+        "counts_a_block": local_experts,
         "counts": counts.data_ptr(),
     }
-    stride = row_stride(routing_records)
-    count_values = {"ids_stride": stride, "experts": local_experts, "counts_a_block": local_experts}
-    launch(KERNELS["route_count"], "ReceivedIds", blocks, values | count_values, device)
+    launch(KERNELS["route_count"], "ReceivedIds", blocks, values, device)
     values |= {
-        "weights": routing_records.data_ptr(),
+        "weights": weights,
         "stride": stride,
         "padded_rows": padded_rows,
         "order": plan.order.data_ptr(),

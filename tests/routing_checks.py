@@ -91,7 +91,10 @@ def check_exchange(
     scores = [torch.rand(n, k, generator=torch.Generator().manual_seed(seed + r)) for r, n in enumerate(tokens)]
     plans, sent = [], []
     for rank in range(ranks):
-        plan = ops.plan_send(ids[rank].to(device), ranks, local_experts)
+        # Every other plan writes to the table that it is given.
+        table = torch.empty(ranks, local_experts + 1, dtype=torch.int32, device=device) if rank % 2 else None
+        plan = ops.plan_send(ids[rank].to(device), ranks, local_experts, table=table)
+        assert table is None or plan.table is table
         want_tokens, want_records, want_table = naive_send(ids[rank].tolist(), ranks, local_experts)
         most = tokens[rank] * min(k, ranks)
         expected_tokens = torch.tensor(want_tokens + [-1] * (most - len(want_tokens)), dtype=torch.int32)

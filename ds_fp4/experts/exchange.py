@@ -34,16 +34,22 @@ class Counts:
 class PendingCounts:
     """Counts on their way to the host: what is launched between `start_counts` and `wait` keeps the GPU busy."""
 
-    def __init__(self, sent: torch.Tensor, received: torch.Tensor, event: torch.cuda.Event | None) -> None:
-        # int32 [ranks, local experts + 1] on the host, there once the event has happened.
-        self._sent, self._received, self._event = sent, received, event
+    def __init__(self, tables: torch.Tensor, event: torch.cuda.Event | None) -> None:
+        # On the host, there once the event has happened.
+        self._tables, self._event = tables, event
 
-    def wait(self) -> Counts:
+    def wait(self) -> tuple[list[int], list[int]]:
+        """`Counts.sent` and `received`: the exchange of records needs no more, and the GPU waits for it."""
         if self._event is not None:
             self._event.synchronize()
-        sent, received = self._sent.tolist(), self._received.tolist()
-        rows = [sum(column) for column in zip(*received, strict=True)][:-1]
-        return Counts([row[-1] for row in sent], [row[-1] for row in received], tuple(padded_sizes(rows)))
+        tables = self._tables.tolist()
+        sent, self._received = tables[0], tables[-1]
+        return [row[-1] for row in sent], [row[-1] for row in self._received]
+
+    def padded_sizes(self) -> tuple[int, ...]:
+        """`Counts.padded_sizes`, once waited for."""
+        *rows, _ = map(sum, zip(*self._received, strict=True))
+        return tuple(padded_sizes(rows))
 
 
 class PendingRecords:
@@ -72,13 +78,15 @@ class Exchange:
         self._host: torch.Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
-    def start_counts(self, table: torch.Tensor) -> PendingCounts:
-        """Exchange a send plan's table, int32 [ranks, local experts + 1]: one collective, one copy to the host."""
-        if self.ep_size == 1:
-            tables = table[None]
-        else:
-            tables = torch.empty(2, *table.shape, dtype=table.dtype, device=table.device)
-            tables[0].copy_(table)
+    def new_tables(self, local_experts: int, device: torch.device) -> torch.Tensor:
+        """int32 [1 or 2, ranks, local experts + 1]: the first for a send plan's table, the last for what the exchange
+        makes of it; on one rank they are the same."""
+        sides = 1 if self.ep_size == 1 else 2
+        return torch.empty(sides, self.ep_size, local_experts + 1, dtype=torch.int32, device=device)
+
+    def start_counts(self, tables: torch.Tensor, table: torch.Tensor) -> PendingCounts:
+        """Exchange `table`, the first of `new_tables`: one collective, one copy to the host."""
+        if self.ep_size > 1:
             dist.all_to_all_single(tables[1], table, group=self.group)
         if tables.is_cuda:
             if self._host is None:
@@ -87,7 +95,7 @@ class Exchange:
                 self._event = torch.cuda.Event()
             tables = self._host.copy_(tables, non_blocking=True)
             self._event.record()
-        return PendingCounts(tables[0], tables[-1], self._event)
+        return PendingCounts(tables, self._event)
 
     def start(self, records: torch.Tensor, send: list[int], receive: list[int]) -> PendingRecords:
         """Begin the exchange of uint8 [sum(send), bytes]; the result is uint8 [sum(receive), bytes]."""

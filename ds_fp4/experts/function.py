@@ -67,13 +67,6 @@ class Routing(NamedTuple):
         return self.padded_offsets.diff()
 
 
-def _outgoing(records: RecordFormat, fronts: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Records to send: the quantized token of each, and space for the tail."""
-    outgoing = records.allocate(tokens.shape[0], fronts.device)
-    ops.gather_rows(fronts, tokens, out=records.front(outgoing))
-    return outgoing
-
-
 def _gradient_tail(layer: ExpertLayer, records: torch.Tensor) -> torch.Tensor:
     """The routing weights' gradients in records of dispatch's backward leg: FP32 [n, k]."""
     return layer.dispatch_backward.tail(records)[:, : 4 * layer.spec.top_k].view(torch.float32)
@@ -87,7 +80,7 @@ def _sum_over_ranks(
     if ranks == 1 and returned.shape[0] == lists.shape[0]:
         # Every token has its one record, in the order of tokens.
         return records.values(returned)
-    return records.sums(returned, lists[:, : min(lists.shape[1], ranks)].contiguous())
+    return records.sums(returned, lists if lists.shape[1] <= ranks else lists[:, :ranks].contiguous())
 
 
 def dispatch(
@@ -104,19 +97,23 @@ def dispatch(
         the counts travel (None without weights).
     """
     spec, exchange, records = layer.spec, layer.exchange, layer.dispatch
-    send = ops.plan_send(expert_ids, spec.ep_size, spec.local_experts)
-    pending_counts = exchange.start_counts(send.table)
+    tables = exchange.new_tables(spec.local_experts, x.device)
+    send = ops.plan_send(expert_ids, spec.ep_size, spec.local_experts, table=tables[0])
+    pending_counts = exchange.start_counts(tables, send.table)
     # The GPU works on while counts travel: as many records are made as there may be, and those that are not are
     # zeros at the end.
-    fronts = records.encode(x.contiguous(), records.allocate(x.shape[0], x.device, front_only=True))
-    outgoing = _outgoing(records, fronts, send.tokens)
-    ops.pack_routing(expert_ids, scores, send.tokens, send.records, spec.local_experts, out=records.tail(outgoing))
-    del fronts
+    fronts = records.encode(x.contiguous(), records.allocate_fronts(x.shape[0], x.device))
+    outgoing, tail = records.gather(fronts, send.tokens)
+    ops.pack_routing(expert_ids, scores, send.tokens, send.records, spec.local_experts, out=tail)
+    del fronts, tail
     w13 = layer.cache.get(weights, "w13") if weights else None
-    counts = pending_counts.wait()
-    sent = sum(counts.sent)
-    received = exchange.start(outgoing[:sent], counts.sent, counts.received).wait()
-    del outgoing
+    # From here on the GPU has nothing to do until records travel, and then until they are read.
+    to_ranks, from_ranks = pending_counts.wait()
+    sent = sum(to_ranks)
+    travelling = exchange.start(outgoing[:sent], to_ranks, from_ranks)
+    counts = Counts(to_ranks, from_ranks, pending_counts.padded_sizes())
+    received = travelling.wait()
+    del outgoing, travelling
     plan = ops.plan_receive(records.tail(received), spec.top_k, spec.local_experts, counts.padded_rows)
     routing = Routing(
         expert_ids,
@@ -172,9 +169,9 @@ class _Experts(torch.autograd.Function):
         needs_x, needs_scores = ctx.needs_input_grad[1:3]
         needs_weights = ctx.needs_input_grad[4:]
 
-        fronts = layer.combine_backward.allocate(dy.shape[0], dy.device, front_only=True)
+        fronts = layer.combine_backward.allocate_fronts(dy.shape[0], dy.device)
         layer.combine_backward.encode(dy.contiguous(), fronts)
-        outgoing = _outgoing(layer.combine_backward, fronts, routing.tokens)
+        outgoing = layer.combine_backward.gather(fronts, routing.tokens)[0]  # no tail
         del fronts
         travelling = exchange.start(outgoing, counts.sent, counts.received)
         w2_t = layer.cache.get(weights, "w2_t", ctx.keep_fp8)

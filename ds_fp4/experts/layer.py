@@ -15,7 +15,7 @@ from ds_fp4.experts.exchange import Exchange
 from ds_fp4.experts.function import apply_experts
 from ds_fp4.experts.records import RecordFormat
 from ds_fp4.experts.spec import LayerSpec
-from ds_fp4.experts.weights import WeightCache, stacked
+from ds_fp4.experts.weights import WeightCache, split_kinds, stacked
 from ds_fp4.gemm import GemmBackends
 
 # Per expert of a token: an FP32 weight and an int16 id on the way there, the weight's FP32 gradient on the way back.
@@ -105,28 +105,30 @@ class ExpertLayer:
             raise ValueError(f"scores must be of a floating point dtype, got {scores.dtype}")
         routing = (x.shape[0], self.spec.top_k)
         for name, t in (("scores", scores), ("expert_ids", expert_ids)):
-            if tuple(t.shape) != routing:
+            if t.shape != routing:
                 raise ValueError(f"{name} must have shape {routing}, got {tuple(t.shape)}")
         self._check_weights(weights)
+        device = x.device
         for t in (scores, expert_ids, *weights):
-            if t.device != x.device:
-                raise ValueError(f"tokens, routing and weights must be on one device, got {x.device} and {t.device}")
+            if t.device != device:
+                raise ValueError(f"tokens, routing and weights must be on one device, got {device} and {t.device}")
 
     def _check_weights(self, weights: Sequence[torch.Tensor]) -> None:
         experts, hidden, intermediate = self.spec.local_experts, self.spec.hidden, self.spec.intermediate
-        shapes = {"w1": (intermediate, hidden), "w2": (hidden, intermediate), "w3": (intermediate, hidden)}
         is_stacked = bool(weights) and stacked(weights)
         if len(weights) != (3 if is_stacked else 3 * experts):
             raise ValueError(
                 f"weights must be three tensors of {experts} experts or {3 * experts} matrices, got shapes "
                 f"{[list(w.shape) for w in weights]}; under ZeRO-3 they have to be gathered"
             )
-        if is_stacked:
-            expected = [(name, (experts, *shape)) for name, shape in shapes.items()]
-        else:
-            expected = [(f"{name} of expert {e}", shape) for name, shape in shapes.items() for e in range(experts)]
-        for (name, shape), weight in zip(expected, weights, strict=True):
-            if tuple(weight.shape) != shape or weight.dtype not in _DTYPES:
-                raise ValueError(
-                    f"{name} must be BF16, FP16 or FP32 {list(shape)}, got {weight.dtype} {list(weight.shape)}"
-                )
+        lead = (experts,) if is_stacked else ()
+        inner, outer = (*lead, intermediate, hidden), (*lead, hidden, intermediate)
+        for name, shape, kind in zip(
+            ("w1", "w2", "w3"), (inner, outer, inner), split_kinds(weights, is_stacked), strict=True
+        ):
+            for expert, weight in enumerate((kind,) if is_stacked else kind):
+                if weight.shape != shape or weight.dtype not in _DTYPES:
+                    which = name if is_stacked else f"{name} of expert {expert}"
+                    raise ValueError(
+                        f"{which} must be BF16, FP16 or FP32 {list(shape)}, got {weight.dtype} {list(weight.shape)}"
+                    )

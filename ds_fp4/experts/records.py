@@ -35,27 +35,36 @@ class RecordFormat:
         self.tail_data_bytes = tail_bytes
         self.record_bytes = self.front_bytes + align_up(tail_bytes, RECORD_ALIGNMENT)
 
-    def allocate(self, rows: int, device: torch.device, front_only: bool = False) -> torch.Tensor:
+    # Padding is cleared where nobody else writes it, so that no old memory travels.
+
+    def allocate(self, rows: int, device: torch.device) -> torch.Tensor:
         """New records uint8 [rows, bytes], padding cleared."""
-        size = self.front_bytes if front_only else self.record_bytes
-        records = torch.empty(rows, size, dtype=torch.uint8, device=device)
-        self.clear_padding(records)
+        records = torch.empty(rows, self.record_bytes, dtype=torch.uint8, device=device)
+        self._clear(records, self._data_bytes, self.front_bytes)
+        self._clear(records, self.front_bytes + self.tail_data_bytes, self.record_bytes)
         return records
 
-    def front(self, records: torch.Tensor) -> torch.Tensor:
-        return records[:, : self.front_bytes]
+    def allocate_fronts(self, rows: int, device: torch.device) -> torch.Tensor:
+        """New fronts of records uint8 [rows, bytes], padding cleared."""
+        fronts = torch.empty(rows, self.front_bytes, dtype=torch.uint8, device=device)
+        self._clear(fronts, self._data_bytes, self.front_bytes)
+        return fronts
+
+    def gather(self, fronts: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """New records with these rows' fronts, int32 [n], zeros for -1; and their tails to fill."""
+        records = torch.empty(rows.shape[0], self.record_bytes, dtype=torch.uint8, device=fronts.device)
+        front, tail = records.split_with_sizes((self.front_bytes, self.record_bytes - self.front_bytes), 1)
+        ops.gather_rows(fronts, rows, out=front)
+        self._clear(tail, self.tail_data_bytes, self.record_bytes - self.front_bytes)
+        return records, tail
+
+    @staticmethod
+    def _clear(records: torch.Tensor, start: int, end: int) -> None:
+        if end > start:
+            records[:, start:end].zero_()
 
     def tail(self, records: torch.Tensor) -> torch.Tensor:
         return records[:, self.front_bytes :]
-
-    def clear_padding(self, records: torch.Tensor) -> None:
-        """Zero what nobody else writes, so that no old memory travels."""
-        for start, end in (
-            (self._data_bytes, self.front_bytes),
-            (self.front_bytes + self.tail_data_bytes, self.record_bytes),
-        ):
-            if end > start:
-                records[:, start:end].zero_()
 
     def rows(self, records: torch.Tensor) -> torch.Tensor | Pair:
         """The rows as the conversions take them: BF16 [n, H], (packed, scales) or (q, scales)."""

@@ -16,6 +16,7 @@ from . import columns, e4m3, ue8m0
 from .blocks import FP8_GROUP, MXFP4_BLOCK, SCALE_ROUNDINGS
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BYTES, INT32, FP32 = (torch.uint8,), (torch.int32,), (torch.float32,)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -39,7 +40,7 @@ def check_tensor(
         raise ValueError(f"{name} must have {dims} dimension(s), got shape {tuple(t.shape)}; reshape it first")
     if device is not None and t.device != device:
         raise ValueError(f"{name} must be on {device} like the input, got {t.device}")
-    if t.shape[-1] > 1 and t.stride(-1) != 1:
+    if t.stride()[-1] != 1 and t.shape[-1] > 1:
         raise ValueError(
             f"{name} must have an inner stride of 1 (any row stride), got strides {tuple(t.stride())}; "
             "pass a contiguous copy"
@@ -55,8 +56,8 @@ def check_index(index: torch.Tensor | None, rows: int, device: torch.device) -> 
     """Number of output rows: `rows` without an index, else its length. Values in [-1, rows) on the host."""
     if index is None:
         return rows
-    check_tensor("index", index, (torch.int32,), device, 1)
-    if index.device.type == "cpu" and index.numel():
+    check_tensor("index", index, INT32, device, 1)
+    if index.is_cpu and index.numel():
         low, high = (int(v) for v in torch.aminmax(index))
         if low < -1 or high >= rows:
             raise ValueError(f"index must hold -1 or input rows 0 to {rows - 1}, got values from {low} to {high}")
@@ -93,29 +94,29 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"dtype must be {_names(FLOAT_DTYPES)}, got {dtype}")
 
 
-def check_shape(name: str, t: torch.Tensor, shape: Sequence[int]) -> None:
-    if tuple(t.shape) != tuple(shape):
+def check_shape(name: str, t: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if t.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(t.shape)}")
 
 
 def check_fp4_rows(packed: torch.Tensor, scales: torch.Tensor) -> tuple[int, int]:
     """Rows M and values a row K of MXFP4 input: packed uint8 [M, K/2], scales uint8 [M, K/32]."""
-    check_tensor("packed", packed, (torch.uint8,), None, 2)
-    check_width("packed", packed.shape[1], MXFP4_BLOCK // 2)
-    check_tensor("scales", scales, (torch.uint8,), packed.device, 2)
-    m, k = packed.shape[0], packed.shape[1] * 2
-    check_shape("scales", scales, (m, k // MXFP4_BLOCK))
-    return m, k
+    check_tensor("packed", packed, BYTES, None, 2)
+    m, row_bytes = packed.shape
+    check_width("packed", row_bytes, MXFP4_BLOCK // 2)
+    check_tensor("scales", scales, BYTES, packed.device, 2)
+    check_shape("scales", scales, (m, 2 * row_bytes // MXFP4_BLOCK))
+    return m, 2 * row_bytes
 
 
 def check_fp8_rows(q: torch.Tensor, scales: torch.Tensor) -> tuple[int, int]:
     """Rows M and values a row K of FP8 input: q e4m3 or uint8 [M, K], scales float32 or uint8 [M, ceil(K/128)]."""
     check_tensor("q", q, e4m3.CODE_DTYPES, None, 2)
-    check_width("q", q.shape[1], 1)
-    check_tensor("scales", scales, ue8m0.SCALE_DTYPES, q.device, 2)
     m, k = q.shape
+    check_width("q", k, 1)
+    check_tensor("scales", scales, ue8m0.SCALE_DTYPES, q.device, 2)
     check_shape("scales", scales, (m, -(-k // FP8_GROUP)))
-    if scales.dtype == torch.float32 and scales.device.type == "cpu":
+    if scales.is_cpu and scales.dtype == torch.float32:
         bad = scales[~ue8m0.are_powers_of_two(scales)]
         if bad.numel():
             raise ValueError(
@@ -125,21 +126,22 @@ def check_fp8_rows(q: torch.Tensor, scales: torch.Tensor) -> tuple[int, int]:
     return m, k
 
 
-def _check_out(
-    name: str, t: torch.Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+def check_out(
+    name: str, t: torch.Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> None:
+    """`t` is of `shape`, and in two dimensions its rows, of any stride, do not overlap."""
     check_tensor(name, t, dtypes, device, len(shape))
     check_shape(name, t, shape)
-    if len(shape) == 2 and shape[0] > 1 and t.stride(0) < shape[1]:
+    if len(shape) == 2 and t.stride()[0] < shape[1] and shape[0] > 1:
         raise ValueError(f"{name} must not have rows that overlap, got strides {tuple(t.stride())}")
 
 
 def _output(
-    out: torch.Tensor | None, shape: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
+    out: torch.Tensor | None, shape: tuple[int, int], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> torch.Tensor:
     if out is None:
-        return torch.empty(shape, dtype=dtypes[0], device=device)
-    _check_out("out", out, shape, dtypes, device)
+        return torch.empty(*shape, dtype=dtypes[0], device=device)
+    check_out("out", out, shape, dtypes, device)
     return out
 
 
@@ -148,18 +150,18 @@ def align_to_gemm(rows: int) -> int:
     return -(-rows // 4) * 4
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, scale_layout: str) -> torch.Tensor:
-    if scale_layout == "row":
-        return torch.empty(shape, dtype=dtype, device=device)
-    rows, groups = shape
-    return torch.empty((groups, align_to_gemm(rows)), dtype=dtype, device=device).t()[:rows]
+def new_gemm_scales(rows: int, groups: int, device: torch.device) -> torch.Tensor:
+    """FP32 [rows, groups] with strides (1, rows rounded up to 4), as SM90 grouped GEMMs read them."""
+    aligned = align_to_gemm(rows)
+    scales = torch.empty_strided((aligned, groups), (1, max(aligned, 1)), dtype=torch.float32, device=device)
+    return scales if rows == aligned else scales[:rows]
 
 
 def _check_gemm_scales(name: str, t: torch.Tensor, shape: Sequence[int], device: torch.device) -> None:
     if not isinstance(t, torch.Tensor) or t.dim() != 2:
         got = f"shape {tuple(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
         raise ValueError(f"{name} must be a tensor with 2 dimensions, got {got}")
-    check_tensor(name, t.t(), (torch.float32,), device, 2)
+    check_tensor(name, t.t(), FP32, device, 2)
     check_shape(name, t, shape)
     rows, groups = shape
     if rows and groups > 1 and (t.stride(1) < rows or t.stride(1) % 4):
@@ -172,22 +174,24 @@ def _check_gemm_scales(name: str, t: torch.Tensor, shape: Sequence[int], device:
 def _output_pair(out, names, shapes, dtypes, device: torch.device, scale_layout: str = "row") -> Pair:
     """The pair given, or a new one; `scale_layout` is that of its second tensor."""
     if out is None:
-        first = torch.empty(shapes[0], dtype=dtypes[0][0], device=device)
-        return first, _empty(shapes[1], dtypes[1][0], device, scale_layout)
+        first = torch.empty(*shapes[0], dtype=dtypes[0][0], device=device)
+        if scale_layout == "gemm":
+            return first, new_gemm_scales(*shapes[1], device)
+        return first, torch.empty(*shapes[1], dtype=dtypes[1][0], device=device)
     if not isinstance(out, (tuple, list)) or len(out) != 2:
         got = f"{len(out)} of them" if isinstance(out, (tuple, list)) else type(out).__name__
         raise ValueError(f"out must be the pair ({names[0]}, {names[1]}), got {got}")
-    _check_out(f"out's {names[0]}", out[0], shapes[0], dtypes[0], device)
+    check_out(f"out's {names[0]}", out[0], shapes[0], dtypes[0], device)
     if scale_layout == "gemm":
         _check_gemm_scales(f"out's {names[1]}", out[1], shapes[1], device)
     else:
-        _check_out(f"out's {names[1]}", out[1], shapes[1], dtypes[1], device)
+        check_out(f"out's {names[1]}", out[1], shapes[1], dtypes[1], device)
     return out[0], out[1]
 
 
 def _fp4_outputs(rows: int, k: int, device: torch.device, out: Pair | None) -> Pair:
     shapes = ((rows, k // 2), (rows, k // MXFP4_BLOCK))
-    return _output_pair(out, ("packed", "scales"), shapes, ((torch.uint8,), (torch.uint8,)), device)
+    return _output_pair(out, ("packed", "scales"), shapes, (BYTES, BYTES), device)
 
 
 def _fp8_outputs(
@@ -203,9 +207,10 @@ def prepare_bf16_to_fp4_row(
     x: torch.Tensor, scale_rounding: str, index: torch.Tensor | None, out: Pair | None
 ) -> Pair:
     check_tensor("x", x, FLOAT_DTYPES, None, 2)
-    check_width("x", x.shape[1], MXFP4_BLOCK)
+    rows, k = x.shape
+    check_width("x", k, MXFP4_BLOCK)
     check_scale_rounding(scale_rounding)
-    return _fp4_outputs(check_index(index, x.shape[0], x.device), x.shape[1], x.device, out)
+    return _fp4_outputs(check_index(index, rows, x.device), k, x.device, out)
 
 
 def prepare_fp4_row_to_bf16(
@@ -224,9 +229,9 @@ def prepare_bf16_to_fp8_row(
     x: torch.Tensor, scale_dtype: torch.dtype, scale_layout: str, index: torch.Tensor | None, out: Pair | None
 ) -> Pair:
     check_tensor("x", x, FLOAT_DTYPES, None, 2)
-    check_width("x", x.shape[1], 1)
-    rows = check_index(index, x.shape[0], x.device)
-    return _fp8_outputs(rows, x.shape[1], scale_dtype, scale_layout, x.device, out)
+    rows, k = x.shape
+    check_width("x", k, 1)
+    return _fp8_outputs(check_index(index, rows, x.device), k, scale_dtype, scale_layout, x.device, out)
 
 
 def prepare_fp8_row_to_bf16(
@@ -280,10 +285,10 @@ def _column_outputs(
     out: Pair | None,
 ) -> tuple[int, Pair]:
     check_scale_layout(scale_layout, torch.float32)
-    check_tensor("group_sizes", group_sizes, (torch.int32,), device, 1)
+    check_tensor("group_sizes", group_sizes, INT32, device, 1)
     if padded_rows is not None and (not isinstance(padded_rows, int) or padded_rows < 0 or padded_rows % FP8_GROUP):
         raise ValueError(f"padded_rows must be a multiple of {FP8_GROUP} (an int), got {padded_rows!r}")
-    if group_sizes.device.type == "cpu":
+    if group_sizes.is_cpu:
         sizes = group_sizes.tolist()
         if min(sizes, default=0) < 0 or sum(sizes) != rows:
             raise ValueError(f"group_sizes must be non-negative and add up to the {rows} rows, got {sizes}")
@@ -294,7 +299,7 @@ def _column_outputs(
     elif padded_rows is None:
         padded_rows = int(columns.padded(group_sizes).sum())
     shapes = ((k * padded_rows,), (k, padded_rows // FP8_GROUP))
-    dtypes = (e4m3.CODE_DTYPES, (torch.float32,))
+    dtypes = (e4m3.CODE_DTYPES, FP32)
     return padded_rows, _output_pair(out, ("q", "scales"), shapes, dtypes, device, scale_layout)
 
 
@@ -342,7 +347,7 @@ def prepare_bf16_to_fp8_row_and_col(
     return padded_rows, _fp8_outputs(rows, k, torch.float32, scale_layout, x.device, row_out), column_out
 
 
-def _check_contiguous(name: str, t: torch.Tensor) -> None:
+def check_contiguous(name: str, t: torch.Tensor) -> None:
     if not t.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tuple(t.stride())} for shape {tuple(t.shape)}")
 
@@ -369,7 +374,7 @@ def prepare_weight_to_fp8(
     check_orientation(orientation)
     blocks_n, blocks_k = -(-n // FP8_GROUP), -(-k // FP8_GROUP)
     shapes = (((experts, n, k), (experts, blocks_n, blocks_k)), ((experts, k, n), (experts, blocks_k, blocks_n)))
-    dtypes = (e4m3.CODE_DTYPES, (torch.float32,))
+    dtypes = (e4m3.CODE_DTYPES, FP32)
     given = _pair_of(out, "the pairs ((q, scales), (q_t, scales_t))")
     names = (("q", "scales"), ("q_t", "scales_t"))
     pairs: list[Pair | None] = []
@@ -384,18 +389,18 @@ def prepare_weight_to_fp8(
             continue
         pairs.append(_output_pair(part, part_names, part_shapes, dtypes, w1.device))
         for t, name in zip(pairs[-1], part_names, strict=True):
-            _check_contiguous(f"out's {name}", t)
+            check_contiguous(f"out's {name}", t)
     return pairs[0], pairs[1]
 
 
 def prepare_split_weight_gradient(gradient: torch.Tensor, out: Pair | None) -> Pair:
-    check_tensor("gradient", gradient, (torch.float32,), None, 3)
-    _check_contiguous("gradient", gradient)
+    check_tensor("gradient", gradient, FP32, None, 3)
+    check_contiguous("gradient", gradient)
     experts, n, k = gradient.shape
     if n % 2:
         raise ValueError(f"gradient must have an even number of rows (those of w1, of w3), got {n}")
     shape = (experts, n // 2, k)
     pair = _output_pair(out, ("g1", "g3"), (shape, shape), ((torch.bfloat16,), (torch.bfloat16,)), gradient.device)
     for name, t in zip(("g1", "g3"), pair, strict=True):
-        _check_contiguous(f"out's {name}", t)
+        check_contiguous(f"out's {name}", t)
     return pair

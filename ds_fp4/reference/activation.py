@@ -22,6 +22,7 @@ from ds_fp4.formats import FP8_GROUP, ColumnLayout, checks, e4m3
 from ds_fp4.formats import rows as row_pieces
 
 from .layout import (
+    BF16,
     LOWEST_EXPONENT,
     SCALE_LAYOUTS,
     Pair,
@@ -124,7 +125,7 @@ def activation_backward(
 def check_weights(weights: torch.Tensor | None, rows: int, device: torch.device) -> None:
     if weights is None:
         return
-    checks.check_tensor("weights", weights, (torch.float32,), device, 1)
+    checks.check_tensor("weights", weights, checks.FP32, device, 1)
     checks.check_shape("weights", weights, (rows,))
 
 
@@ -148,7 +149,7 @@ def prepare_swiglu_forward(
     out: SwigluForward | None,
 ) -> SwigluForward:
     """Checks the arguments of `swiglu_forward`; its outputs, those given or new ones."""
-    checks.check_tensor("gate_up", gate_up, (torch.bfloat16,), None, 2)
+    checks.check_tensor("gate_up", gate_up, BF16, None, 2)
     checks.check_width("gate_up", gate_up.shape[1], 2 * FP8_GROUP)
     check_alignment("gate_up", gate_up, 16)
     rows, width, device = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.device
@@ -239,7 +240,7 @@ def prepare_swiglu_backward(
     out: SwigluBackward | None,
 ) -> tuple[int, SwigluBackward]:
     """Checks the arguments of `swiglu_backward`; the padded rows, and the outputs given or new ones."""
-    checks.check_tensor("dh", dh, (torch.bfloat16,), None, 2)
+    checks.check_tensor("dh", dh, BF16, None, 2)
     checks.check_width("dh", dh.shape[1], FP8_GROUP)
     check_alignment("dh", dh, 16)
     (rows, width), device = dh.shape, dh.device
@@ -257,14 +258,14 @@ def prepare_swiglu_backward(
     check_alignment("gate_up", data, {"mxfp4": 4, "fp8": 8, "bf16": 16}[gate_up_format])
     if gate_up_format == "fp8" and gate_up[1].dtype != torch.uint8:
         raise ValueError(f"gate_up's scales must be torch.uint8 (UE8M0), got {gate_up[1].dtype}")
-    checks.check_tensor("group_sizes", group_sizes, (torch.int32,), device, 1)
+    checks.check_tensor("group_sizes", group_sizes, checks.INT32, device, 1)
     if padded_rows is None:
         padded_rows = rows if padded_input else ColumnLayout.of(group_sizes).padded_rows
     if not isinstance(padded_rows, int) or padded_rows < 0 or padded_rows % FP8_GROUP:
         raise ValueError(f"padded_rows must be a multiple of {FP8_GROUP} (an int), got {padded_rows!r}")
     if padded_input and padded_rows != rows:
         raise ValueError(f"padded_rows must be dh's {rows} rows with padded_input, got {padded_rows}")
-    if device.type == "cpu":
+    if dh.is_cpu:
         sizes = group_sizes.tolist()
         needed = sum(formats.padded_sizes(sizes))
         total = needed if padded_input else sum(sizes)
@@ -297,7 +298,7 @@ def prepare_swiglu_backward(
         checks.check_shape(f"out's {name}", q, (columns * padded_rows,))
         check_alignment(f"out's {name}", q, 16)
         check_scales(f"out's {name}_scales", getattr(out, f"{name}_scales"), (columns, tiles), device)
-    checks.check_tensor("out's weights", out.weights, (torch.float32,), device, 1)
+    checks.check_tensor("out's weights", out.weights, checks.FP32, device, 1)
     checks.check_shape("out's weights", out.weights, (rows,))
     return padded_rows, out
 

@@ -10,6 +10,7 @@ from ds_fp4.formats import FP8_GROUP, MXFP4_BLOCK, checks, e4m3, fp32, ue8m0
 from ds_fp4.formats.blocks import fp8_exponents
 
 SCALE_LAYOUTS = ("row", "gemm")
+BF16 = (torch.bfloat16,)
 
 # The lowest scale exponent in each layout: a GEMM library may flush subnormal scales.
 LOWEST_EXPONENT = {"row": ue8m0.UE8M0_MIN_EXPONENT, "gemm": 1 - fp32.EXPONENT_BIAS}
@@ -25,11 +26,10 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def new_scales(rows: int, groups: int, scale_layout: str, device: torch.device) -> torch.Tensor:
-    """FP32 [rows, groups]: contiguous ("row"), or ("gemm") with strides (1, rows rounded up to 4), as SM90 grouped
-    GEMMs read them."""
-    if scale_layout == "row":
-        return torch.empty(rows, groups, dtype=torch.float32, device=device)
-    return torch.empty(groups, -(-rows // 4) * 4, dtype=torch.float32, device=device)[:, :rows].t()
+    """FP32 [rows, groups], contiguous ("row") or as GEMMs read them."""
+    if scale_layout == "gemm":
+        return checks.new_gemm_scales(rows, groups, device)
+    return torch.empty(rows, groups, dtype=torch.float32, device=device)
 
 
 def check_scales(name: str, t: torch.Tensor, shape: tuple[int, int], device: torch.device) -> None:
@@ -44,9 +44,10 @@ def check_scales(name: str, t: torch.Tensor, shape: tuple[int, int], device: tor
 def check_rows(name: str, rows: torch.Tensor | Pair, row_format: str) -> tuple[int, int, torch.device]:
     """Rows M, values a row K and device of BF16 rows or MXFP4 or FP8 (packed or q, scales)."""
     if row_format == "bf16":
-        checks.check_tensor(name, rows, (torch.bfloat16,), None, 2)
-        checks.check_width(name, rows.shape[1], 1)
-        return *rows.shape, rows.device
+        checks.check_tensor(name, rows, BF16, None, 2)
+        m, k = rows.shape
+        checks.check_width(name, k, 1)
+        return m, k, rows.device
     if not isinstance(rows, (tuple, list)) or len(rows) != 2:
         names = "(packed, scales)" if row_format == "mxfp4" else "(q, scales)"
         raise ValueError(f"{name} must be the pair {names} for format {row_format!r}, got {type(rows).__name__}")
@@ -70,24 +71,23 @@ def check_out_rows(
 ) -> None:
     """`out` is what `new_rows` would make, with any row strides; FP8 scales may be FP32 too."""
     if row_format == "bf16":
-        parts = [(name, out, (torch.bfloat16,), k)]
+        parts = ((name, out, BF16, k),)
     elif not isinstance(out, (tuple, list)) or len(out) != 2:
         names = "(packed, scales)" if row_format == "mxfp4" else "(q, scales)"
         raise ValueError(f"{name} must be the pair {names} for format {row_format!r}, got {type(out).__name__}")
     elif row_format == "mxfp4":
-        byte = (torch.uint8,)
-        parts = [(f"{name}'s packed", out[0], byte, k // 2), (f"{name}'s scales", out[1], byte, k // MXFP4_BLOCK)]
+        parts = (
+            (f"{name}'s packed", out[0], checks.BYTES, k // 2),
+            (f"{name}'s scales", out[1], checks.BYTES, k // MXFP4_BLOCK),
+        )
     else:
         groups = -(-k // FP8_GROUP)
-        parts = [
+        parts = (
             (f"{name}'s q", out[0], e4m3.CODE_DTYPES, k),
             (f"{name}'s scales", out[1], ue8m0.SCALE_DTYPES, groups),
-        ]
+        )
     for part, t, dtypes, columns in parts:
-        checks.check_tensor(part, t, dtypes, device, 2)
-        checks.check_shape(part, t, (rows, columns))
-        if rows > 1 and t.stride(0) < columns:
-            raise ValueError(f"{part} must not have rows that overlap, got strides {tuple(t.stride())}")
+        checks.check_out(part, t, (rows, columns), dtypes, device)
 
 
 def quantize_fp8_rows(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, lowest_exponent: int) -> None:

@@ -78,10 +78,14 @@ def check_slots(k: int) -> None:
         raise ValueError(f"a token must have 1 to {MAX_SLOTS} experts, got {k}")
 
 
+def check_count(name: str, value: int, most: int) -> None:
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"{name} must be 1 to {most}, got {value!r}")
+
+
 def check_counts(ranks: int, local_experts: int) -> None:
-    for name, value, most in (("ranks", ranks, MAX_RANKS), ("local_experts", local_experts, MAX_LOCAL_EXPERTS)):
-        if not isinstance(value, int) or not 1 <= value <= most:
-            raise ValueError(f"{name} must be 1 to {most}, got {value!r}")
+    check_count("ranks", ranks, MAX_RANKS)
+    check_count("local_experts", local_experts, MAX_LOCAL_EXPERTS)
     if ranks * local_experts > MAX_EXPERTS:
         raise ValueError(f"there must be at most {MAX_EXPERTS} experts, got {ranks} ranks of {local_experts}")
 
@@ -90,7 +94,7 @@ def check_expert_ids(expert_ids: torch.Tensor, experts: int | None) -> tuple[int
     """T and k. `experts`, where known: values in [-1, experts) on the host."""
     checks.check_tensor("expert_ids", expert_ids, _ID_DTYPES, None, 2)
     check_slots(expert_ids.shape[1])
-    if experts is not None and expert_ids.device.type == "cpu" and expert_ids.numel():
+    if experts is not None and expert_ids.is_cpu and expert_ids.numel():
         low, high = (int(v) for v in torch.aminmax(expert_ids))
         if low < -1 or high >= experts:
             raise ValueError(f"expert_ids must be -1 or 0 to {experts - 1}, got values from {low} to {high}")
@@ -103,10 +107,10 @@ def split_routing(routing: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
 
 
 def check_routing(routing: torch.Tensor, k: int, device: torch.device | None) -> None:
-    checks.check_tensor("routing", routing, (torch.uint8,), device, 2)
+    checks.check_tensor("routing", routing, checks.BYTES, device, 2)
     if routing.shape[1] != routing_bytes(k):
         raise ValueError(f"routing must have {routing_bytes(k)} bytes a record for k={k}, got {routing.shape[1]}")
-    if routing.numel() and (routing.data_ptr() % 4 or (routing.shape[0] > 1 and routing.stride(0) % 4)):
+    if (routing.data_ptr() % 4 or (routing.stride()[0] % 4 and routing.shape[0] > 1)) and routing.numel():
         raise ValueError(
             f"routing must lie at multiples of 4 bytes, got address {routing.data_ptr():#x} and stride "
             f"{routing.stride(0)}"
@@ -129,24 +133,35 @@ def _record_of_slots(rank: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     return torch.gather(number, 1, same.to(torch.int64).argmax(2))
 
 
-def prepare_plan_send(expert_ids: torch.Tensor, ranks: int, local_experts: int) -> SendPlan:
-    """Checks the arguments of `plan_send`; new outputs."""
+def prepare_plan_send(
+    expert_ids: torch.Tensor, ranks: int, local_experts: int, table: torch.Tensor | None
+) -> SendPlan:
+    """Checks the arguments of `plan_send`; its outputs, new but for a table that is given."""
     check_counts(ranks, local_experts)
     tokens, k = check_expert_ids(expert_ids, ranks * local_experts)
     device = expert_ids.device
+    if table is None:
+        table = torch.empty(ranks, local_experts + 1, dtype=torch.int32, device=device)
+    else:
+        checks.check_tensor("table", table, checks.INT32, device, 2)
+        checks.check_shape("table", table, (ranks, local_experts + 1))
+        checks.check_contiguous("table", table)
     return SendPlan(
         torch.empty(tokens * min(k, ranks), dtype=torch.int32, device=device),
         torch.empty(tokens, k, dtype=torch.int32, device=device),
-        torch.empty(ranks, local_experts + 1, dtype=torch.int32, device=device),
+        table,
     )
 
 
-def plan_send(expert_ids: torch.Tensor, ranks: int, local_experts: int) -> SendPlan:
+def plan_send(
+    expert_ids: torch.Tensor, ranks: int, local_experts: int, *, table: torch.Tensor | None = None
+) -> SendPlan:
     """The records that a rank sends: one for each (rank, token) of a token with experts on that rank, in that order.
 
     Args:
         expert_ids: int32 or int64 [T, k], k up to 32: experts among all, -1 for none.
         ranks: of the expert-parallel group. local_experts: of each.
+        table: contiguous int32 [ranks, local_experts + 1] to write the plan's to.
 
     Returns:
         SendPlan. `table` is what ranks exchange; its last column holds the splits of the exchange of records.
@@ -155,7 +170,7 @@ def plan_send(expert_ids: torch.Tensor, ranks: int, local_experts: int) -> SendP
         ValueError: on a wrong shape, dtype or count, or (host tensors) an id out of range, which on a GPU stops the
             kernel.
     """
-    plan = prepare_plan_send(expert_ids, ranks, local_experts)
+    plan = prepare_plan_send(expert_ids, ranks, local_experts, table)
     rank, first = _ranks_and_firsts(expert_ids, local_experts)
     token, slot = torch.nonzero(first, as_tuple=True)
     order = torch.argsort(rank[token, slot], stable=True)
@@ -182,11 +197,11 @@ def prepare_pack_routing(
     """Checks the arguments of `pack_routing`; its output, the one given or a new one."""
     count, k = check_expert_ids(expert_ids, None)
     device = expert_ids.device
-    check_counts(1, local_experts)
-    checks.check_tensor("scores", scores, (torch.float32,), device, 2)
+    check_count("local_experts", local_experts, MAX_LOCAL_EXPERTS)
+    checks.check_tensor("scores", scores, checks.FP32, device, 2)
     checks.check_shape("scores", scores, (count, k))
-    checks.check_tensor("tokens", tokens, (torch.int32,), device, 1)
-    checks.check_tensor("records", records, (torch.int32,), device, 2)
+    checks.check_tensor("tokens", tokens, checks.INT32, device, 1)
+    checks.check_tensor("records", records, checks.INT32, device, 2)
     checks.check_shape("records", records, (count, k))
     if out is None:
         return torch.empty(tokens.shape[0], routing_bytes(k), dtype=torch.uint8, device=device)
@@ -244,23 +259,21 @@ def pack_routing(
 def prepare_plan_receive(routing: torch.Tensor, k: int, local_experts: int, padded_rows: int) -> ReceivePlan:
     """Checks the arguments of `plan_receive`; new outputs."""
     check_slots(k)
-    check_counts(1, local_experts)
+    check_count("local_experts", local_experts, MAX_LOCAL_EXPERTS)
     check_routing(routing, k, None)
     if not isinstance(padded_rows, int) or padded_rows < 0 or padded_rows % TILE_ROWS:
         raise ValueError(f"padded_rows must be a multiple of {TILE_ROWS} (an int), got {padded_rows!r}")
     device, records = routing.device, routing.shape[0]
-    if device.type == "cpu" and records:
+    if routing.is_cpu and records:
         low, high = (int(v) for v in torch.aminmax(split_routing(routing, k)[1]))
         if low < -1 or high >= local_experts:
             raise ValueError(f"routing must name local experts -1 to {local_experts - 1}, got {low} to {high}")
-    return ReceivePlan(
-        torch.empty(padded_rows, dtype=torch.int32, device=device),
-        torch.empty(padded_rows, dtype=torch.float32, device=device),
-        torch.empty(padded_rows, dtype=torch.int32, device=device),
-        torch.empty(local_experts, dtype=torch.int32, device=device),
-        torch.empty(local_experts + 1, dtype=torch.int32, device=device),
-        torch.empty(records, k, dtype=torch.int32, device=device),
-    )
+    # One allocation: they live as long as each other, and where this is called a GPU waits for the host.
+    sizes = (padded_rows, padded_rows, padded_rows, records * k, local_experts, local_experts + 1)
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    order, weights, m_indices, places, group_sizes, padded_offsets = memory.split_with_sizes(sizes)
+    weights, places = weights.view(torch.float32), places.view(records, k)
+    return ReceivePlan(order, weights, m_indices, group_sizes, padded_offsets, places)
 
 
 def plan_receive(routing: torch.Tensor, k: int, local_experts: int, padded_rows: int) -> ReceivePlan:
@@ -288,7 +301,7 @@ def plan_receive(routing: torch.Tensor, k: int, local_experts: int, padded_rows:
     sizes = torch.bincount(expert, minlength=local_experts)
     padded = -(-sizes // TILE_ROWS) * TILE_ROWS
     ends = padded.cumsum(0)
-    if routing.device.type == "cpu" and int(ends[-1]) > padded_rows:
+    if routing.is_cpu and int(ends[-1]) > padded_rows:
         raise ValueError(f"padded_rows must be at least {int(ends[-1])} for these records, got {padded_rows}")
     first = torch.arange(expert.shape[0], device=expert.device) - (sizes.cumsum(0) - sizes)[expert]
     place = (ends - padded)[expert] + first
@@ -303,14 +316,14 @@ def plan_receive(routing: torch.Tensor, k: int, local_experts: int, padded_rows:
 
 
 def _check_gradient_rows(name: str, t: torch.Tensor, rows: int | None, k: int, device: torch.device) -> None:
-    checks.check_tensor(name, t, (torch.float32,), device, 2)
+    checks.check_tensor(name, t, checks.FP32, device, 2)
     checks.check_shape(name, t, (t.shape[0] if rows is None else rows, k))
 
 
 def prepare_gather_gradients(gradients: torch.Tensor, places: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Checks the arguments of `gather_gradients`; its output, the one given or a new one."""
-    checks.check_tensor("gradients", gradients, (torch.float32,), None, 1)
-    checks.check_tensor("places", places, (torch.int32,), gradients.device, 2)
+    checks.check_tensor("gradients", gradients, checks.FP32, None, 1)
+    checks.check_tensor("places", places, checks.INT32, gradients.device, 2)
     if not places.is_contiguous():
         raise ValueError(f"places must be contiguous, got strides {tuple(places.stride())}")
     if out is None:
@@ -347,8 +360,8 @@ def prepare_return_gradients(
 ) -> torch.Tensor:
     """Checks the arguments of `return_gradients`; a new output."""
     tokens, k = check_expert_ids(expert_ids, None)
-    check_counts(1, local_experts)
-    checks.check_tensor("records", records, (torch.int32,), expert_ids.device, 2)
+    check_count("local_experts", local_experts, MAX_LOCAL_EXPERTS)
+    checks.check_tensor("records", records, checks.INT32, expert_ids.device, 2)
     checks.check_shape("records", records, (tokens, k))
     _check_gradient_rows("gradients", gradients, None, k, expert_ids.device)
     return torch.empty(tokens, k, dtype=torch.float32, device=expert_ids.device)

@@ -14,14 +14,12 @@ ROW_FORMATS = ("bf16", "mxfp4", "fp8")
 
 def prepare_gather_rows(records: torch.Tensor, index: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
     """Checks the arguments of `gather_rows`; its output, the one given or a new one."""
-    checks.check_tensor("records", records, (torch.uint8,), None, 2)
-    rows = checks.check_index(index, records.shape[0], records.device)
+    checks.check_tensor("records", records, checks.BYTES, None, 2)
+    (rows, row_bytes), device = records.shape, records.device
+    rows = checks.check_index(index, rows, device)
     if out is None:
-        return torch.empty(rows, records.shape[1], dtype=torch.uint8, device=records.device)
-    checks.check_tensor("out", out, (torch.uint8,), records.device, 2)
-    checks.check_shape("out", out, (rows, records.shape[1]))
-    if rows > 1 and out.stride(0) < out.shape[1]:
-        raise ValueError(f"out must not have rows that overlap, got strides {tuple(out.stride())}")
+        return torch.empty(rows, row_bytes, dtype=torch.uint8, device=device)
+    checks.check_out("out", out, (rows, row_bytes), checks.BYTES, device)
     return out
 
 
@@ -68,24 +66,24 @@ def prepare_combine_rows(
     input_rows, k, device = check_rows("rows", rows, row_format)
     if out_format == "mxfp4":
         checks.check_width("rows", k, MXFP4_BLOCK)
-    checks.check_tensor("indices", indices, (torch.int32,), device, 2 if offsets is None else 1)
+    checks.check_tensor("indices", indices, checks.INT32, device, 2 if offsets is None else 1)
     if not indices.is_contiguous():
         raise ValueError(f"indices must be contiguous, got strides {tuple(indices.stride())}")
     if weights is not None:
-        checks.check_tensor("weights", weights, (torch.float32,), device, indices.dim())
-        checks.check_shape("weights", weights, tuple(indices.shape))
+        checks.check_tensor("weights", weights, checks.FP32, device, indices.dim())
+        checks.check_shape("weights", weights, indices.shape)
         if not weights.is_contiguous():
             raise ValueError(f"weights must be contiguous, got strides {tuple(weights.stride())}")
-    if device.type == "cpu":
+    if indices.is_cpu:
         checks.check_index(indices.flatten(), input_rows, device)
     if offsets is None:
         count = indices.shape[0]
     else:
-        checks.check_tensor("offsets", offsets, (torch.int32,), device, 1)
+        checks.check_tensor("offsets", offsets, checks.INT32, device, 1)
         count = offsets.shape[0] - 1
         if count < 0:
             raise ValueError("offsets must have one entry more than there are output rows, got none")
-    if offsets is not None and device.type == "cpu":
+    if offsets is not None and offsets.is_cpu:
         steps = offsets.diff()
         if int(offsets[0]) < 0 or int(offsets[-1]) > indices.shape[0] or bool((steps < 0).any()):
             raise ValueError(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_fp4 import formats, ops
-from ds_fp4.ops import backends
+from ds_fp4.ops import backends, launching
 from ds_fp4.ops import kernels as table
 from tests.gpu.compare import assert_same_bits
 
@@ -164,7 +164,7 @@ def test_refused_launches_name_the_kernel():
     kernel = table.KERNELS["bf16_to_fp4_row"]
     values = dict.fromkeys(kernel.params, 0)
     with pytest.raises(RuntimeError, match="bf16_to_fp4_row"):
-        table.launch(kernel, "Bf16, true", 0, values, torch.cuda.current_device())  # no grid
+        launching.launch(kernel, "Bf16, true", 0, values, torch.cuda.current_device())  # no grid
     # Refused, not broken: the next call works, and nobody else sees the error.
     torch.cuda.synchronize()
     inputs = _inputs()

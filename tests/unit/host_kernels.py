@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ds_fp4 import ops
-from ds_fp4.ops import conversions, kernels
+from ds_fp4.ops import conversions, kernels, launching
 
 CSRC = Path(ops.__file__).parent / "csrc"
 SHIM = Path(__file__).parent / "host_cuda"
@@ -21,7 +21,7 @@ PARAMS_BYTES = 1024  # HostCudaParams
 
 
 class HostKernels:
-    """Compiled kernels; `launch` has the signature of `kernels.launch`."""
+    """Compiled kernels; `launch` has the signature of `launching.launch`."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "host_kernels.so"
@@ -42,7 +42,7 @@ class HostKernels:
         name = f"{kernel.name}<{template}>"
         # Every other launch from the last block and thread to the first, to find what two of them write to.
         self._library.host_set_backwards(len(self.launched) % 2)
-        params = kernel.packing.pack(*[values[field] for field in kernel.params])
+        params = kernel.pack(values)
         used = self._library.host_launch(
             self.numbers[name], ctypes.c_uint(grid), ctypes.c_uint(kernels.THREADS), params.ljust(PARAMS_BYTES, b"\0")
         )
@@ -51,8 +51,8 @@ class HostKernels:
 
     def replace(self, monkeypatch) -> None:
         """Let `ds_fp4.ops` treat host tensors as a GPU's."""
-        monkeypatch.setattr(kernels, "launch", self.launch)
-        # Two blocks, so that warps take several tiles.
-        for module in (kernels, conversions):
+        for module in (launching, conversions):
+            monkeypatch.setattr(module, "launch", self.launch)
+            # Two blocks, so that warps take several tiles.
             monkeypatch.setattr(module, "grid_for", lambda threads, *_: min(-(-threads // kernels.THREADS), 2))
         monkeypatch.setattr(conversions, "_on_gpu", lambda t: isinstance(t, torch.Tensor))

@@ -36,9 +36,8 @@ def kernels_on_the_host(library, monkeypatch):
     """Launches go to the host library; tensors count as those of a GPU with two small multiprocessors."""
 
     def launch(kernel, template, grid, values, device):
-        params = kernel.packing.pack(*[values[name] for name in kernel.params])
         name = f"{kernel.name}<{template}>"
-        failure = library.host_launch(name.encode(), params, grid)
+        failure = library.host_launch(name.encode(), kernel.pack(values), grid)
         if failure:
             raise RuntimeError(f"{name}: {FAILURES[failure]}")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ds_fp4 import formats, ops
-from ds_fp4.ops import kernels
+from ds_fp4.ops import kernels, launching
 from tests import kernel_checks as checks
 from tests import strategies
 from tests.gpu import test_conversion_sweep as on_gpu
@@ -93,8 +93,8 @@ def test_rows_of_values(dtype, aligned):
 
 
 def test_rows_too_long_for_the_kernels_are_converted_in_parts(host, monkeypatch):
-    monkeypatch.setattr(kernels, "LONGEST_ROW", 600)
-    monkeypatch.setattr(kernels, "PART_VALUES", 256)
+    monkeypatch.setattr(launching, "LONGEST_ROW", 600)
+    monkeypatch.setattr(launching, "PART_VALUES", 256)
     launched = len(host.launched)
     for rows, k, aligned in ((1, 608, True), (3, 1056, True), (2, 800, False)):
         for scale in SCALES:

@@ -44,6 +44,20 @@ def test_repeated_experts():
     assert plan.table.tolist() == [[1, 2, 0, 2], [2, 0, 1, 2]]
 
 
+def test_a_table_to_write_to():
+    ids, tables = torch.tensor([[3, 3, 0], [1, 5, 1]]), torch.full((2, 2, 4), -7, dtype=torch.int32)
+    plan = reference.plan_send(ids, 2, 3, table=tables[0])
+    assert plan.table.data_ptr() == tables.data_ptr()
+    assert tables.tolist() == [[[1, 2, 0, 2], [2, 0, 1, 2]], [[-7] * 4] * 2]
+    for table, message in (
+        (tables[0].long(), "torch.int32"),
+        (tables[0, :, :3], r"shape \(2, 4\)"),
+        (torch.zeros(2, 8, dtype=torch.int32)[:, :4], "contiguous"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            reference.plan_send(ids, 2, 3, table=table)
+
+
 def test_routing_bytes():
     assert [reference.routing_bytes(k) for k in (1, 2, 8, 32)] == [16, 16, 48, 192]
 
