@@ -17,7 +17,7 @@ import torch
 from ds_fp4.formats import FP8_GROUP
 
 from .backend import Backend, Pair
-from .cublaslt import MIN_ALIGNMENT, SCALE_1X128, SCALE_128X128, Library, ScaledMatmul
+from .cublaslt import MIN_ALIGNMENT, SCALE_1X128, SCALE_128X128, CublasLt, ScaledMatmul
 from .groups import Groups
 
 # cuBLAS wants FP8 operands whose dimensions are multiples of 16 bytes.
@@ -31,7 +31,7 @@ class CublasBackend(Backend):
     name = "cublas"
 
     def __init__(self, device: torch.device) -> None:
-        self._library = Library()
+        self._library = CublasLt()
         self._device = device
 
     def describe(self) -> str:

@@ -83,7 +83,7 @@ _SIGNATURES = {
 }
 
 
-class Library:
+class CublasLt:
     """libcublasLt of torch's CUDA version.
 
     Raises:
@@ -144,7 +144,7 @@ class ScaledMatmul:
         out_dtype: bfloat16 or float32.
     """
 
-    def __init__(self, library: Library, device: torch.device, b_scaling: int, out_dtype: torch.dtype) -> None:
+    def __init__(self, library: CublasLt, device: torch.device, b_scaling: int, out_dtype: torch.dtype) -> None:
         self._library, self._device, self._out_dtype = library, device, out_dtype
         with torch.cuda.device(device):
             self._handle = library.make("cublasLtCreate")

@@ -185,7 +185,7 @@ class HostMatmul:
 @pytest.fixture
 def host_matmul(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cublas, "Library", lambda: types.SimpleNamespace(version=130000))
+    monkeypatch.setattr(cublas, "CublasLt", lambda: types.SimpleNamespace(version=130000))
     monkeypatch.setattr(cublas, "ScaledMatmul", HostMatmul)
 
 
@@ -301,7 +301,7 @@ def fake_library(monkeypatch):
 
 
 def test_a_shape_is_planned_once(fake_library):
-    matmul = cublaslt.ScaledMatmul(cublaslt.Library(), CPU, cublaslt.SCALE_1X128, torch.bfloat16)
+    matmul = cublaslt.ScaledMatmul(cublaslt.CublasLt(), CPU, cublaslt.SCALE_1X128, torch.bfloat16)
     planned = fake_library.cublasLtMatmulAlgoGetHeuristic.calls
     launched = fake_library.cublasLtMatmul.calls
     with matmul.launches() as multiply:
@@ -315,7 +315,7 @@ def test_a_shape_is_planned_once(fake_library):
 
 
 def test_what_cublas_refuses_is_said_in_its_words(fake_library):
-    matmul = cublaslt.ScaledMatmul(cublaslt.Library(), CPU, cublaslt.SCALE_128X128, torch.float32)
+    matmul = cublaslt.ScaledMatmul(cublaslt.CublasLt(), CPU, cublaslt.SCALE_128X128, torch.float32)
     with matmul.launches() as multiply:
         fake_library.cublasLtMatmul.result = 15
         with pytest.raises(RuntimeError, match=r"cublasLtMatmul of \(M, N, K\) = \(64, 32, 128\): not supported"):
@@ -330,7 +330,7 @@ def test_what_cublas_refuses_is_said_in_its_words(fake_library):
 
 
 def test_addresses_that_cublas_cannot_read_are_named(fake_library):
-    matmul = cublaslt.ScaledMatmul(cublaslt.Library(), CPU, cublaslt.SCALE_1X128, torch.bfloat16)
+    matmul = cublaslt.ScaledMatmul(cublaslt.CublasLt(), CPU, cublaslt.SCALE_1X128, torch.bfloat16)
     with matmul.launches() as multiply, pytest.raises(ValueError, match="16 bytes, got a_scales at 0x14, out at"):
         multiply(256, 20, 512, 32, 1024 + 8, (64, 32, 128))
     assert not fake_library.cublasLtMatmul.calls
