@@ -19,13 +19,9 @@ import torch
 from ds_fp4 import formats
 from ds_fp4.formats import FP8_GROUP, checks, ue8m0
 from ds_fp4.ops.kernels import GATHERED_STRIPE, KERNELS, SOURCE_SCALES, THREADS, VALUES
-from ds_fp4.ops.launching import LONGEST_ROW, below_2_31, grid_for, launch, launch_columns, launch_rows
+from ds_fp4.ops.launching import LONGEST_ROW, below_2_31, grid_for, launch, launch_columns, launch_rows, on_gpu
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def _on_gpu(t: torch.Tensor) -> bool:
-    return isinstance(t, torch.Tensor) and t.is_cuda
 
 
 def _lowest(scale_dtype: torch.dtype, scale_layout: str) -> int:
@@ -37,7 +33,7 @@ def _lowest(scale_dtype: torch.dtype, scale_layout: str) -> int:
 def bf16_to_fp4_row(
     x: torch.Tensor, scale_rounding: str = "even", *, index: torch.Tensor | None = None, out: Pair | None = None
 ) -> Pair:
-    if not _on_gpu(x):
+    if not on_gpu(x):
         return formats.bf16_to_fp4_row(x, scale_rounding, index=index, out=out)
     packed, scales = checks.prepare_bf16_to_fp4_row(x, scale_rounding, index, out)
     launch_rows(
@@ -56,7 +52,7 @@ def fp4_row_to_bf16(
     index: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if not _on_gpu(packed):
+    if not on_gpu(packed):
         return formats.fp4_row_to_bf16(packed, scales, dtype=dtype, index=index, out=out)
     out = checks.prepare_fp4_row_to_bf16(packed, scales, dtype, index, out)
     launch_rows(KERNELS["fp4_row_to_bf16"], VALUES[dtype], out.shape[1], index, (packed, scales, out))
@@ -72,7 +68,7 @@ def bf16_to_fp8_row(
     index: torch.Tensor | None = None,
     out: Pair | None = None,
 ) -> Pair:
-    if not _on_gpu(x):
+    if not on_gpu(x):
         return formats.bf16_to_fp8_row(x, scale_dtype=scale_dtype, scale_layout=scale_layout, index=index, out=out)
     q, scales = checks.prepare_bf16_to_fp8_row(x, scale_dtype, scale_layout, index, out)
     # Quantizing never gives an exponent under -127, which FP32 could hold.
@@ -90,7 +86,7 @@ def fp8_row_to_bf16(
     index: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if not _on_gpu(q):
+    if not on_gpu(q):
         return formats.fp8_row_to_bf16(q, scales, dtype=dtype, index=index, out=out)
     out = checks.prepare_fp8_row_to_bf16(q, scales, dtype, index, out)
     launch_rows(
@@ -110,7 +106,7 @@ def fp4_row_to_fp8_row(
     index: torch.Tensor | None = None,
     out: Pair | None = None,
 ) -> Pair:
-    if not _on_gpu(packed):
+    if not on_gpu(packed):
         return formats.fp4_row_to_fp8_row(
             packed, scales, scale_dtype=scale_dtype, scale_layout=scale_layout, index=index, out=out
         )
@@ -131,7 +127,7 @@ def fp8_row_to_fp4_row(
     index: torch.Tensor | None = None,
     out: Pair | None = None,
 ) -> Pair:
-    if not _on_gpu(q):
+    if not on_gpu(q):
         return formats.fp8_row_to_fp4_row(q, scales, scale_rounding, index=index, out=out)
     packed, out_scales = checks.prepare_fp8_row_to_fp4_row(q, scales, scale_rounding, index, out)
     launch_rows(
@@ -151,7 +147,7 @@ def fp8_row_to_fp8_row(
     index: torch.Tensor | None = None,
     out: Pair | None = None,
 ) -> Pair:
-    if not _on_gpu(q):
+    if not on_gpu(q):
         return formats.fp8_row_to_fp8_row(
             q, scales, scale_dtype=scale_dtype, scale_layout=scale_layout, index=index, out=out
         )
@@ -174,7 +170,7 @@ def fp4_row_to_fp8_col(
     index: torch.Tensor | None = None,
     out: Pair | None = None,
 ) -> Pair:
-    if not _on_gpu(packed):
+    if not on_gpu(packed):
         return formats.fp4_row_to_fp8_col(
             packed, scales, group_sizes, padded_rows=padded_rows, scale_layout=scale_layout, index=index, out=out
         )
@@ -199,7 +195,7 @@ def fp8_row_to_fp8_col(
     index: torch.Tensor | None = None,
     out: Pair | None = None,
 ) -> Pair:
-    if not _on_gpu(q):
+    if not on_gpu(q):
         return formats.fp8_row_to_fp8_col(
             q, scales, group_sizes, padded_rows=padded_rows, scale_layout=scale_layout, index=index, out=out
         )
@@ -223,7 +219,7 @@ def bf16_to_fp8_row_and_col(
     index: torch.Tensor | None = None,
     out: tuple[Pair, Pair] | None = None,
 ) -> tuple[Pair, Pair]:
-    if not _on_gpu(x):
+    if not on_gpu(x):
         return formats.bf16_to_fp8_row_and_col(
             x, group_sizes, padded_rows=padded_rows, scale_layout=scale_layout, index=index, out=out
         )
@@ -246,7 +242,7 @@ def weight_to_fp8(
     orientation: str = "both",
     out: tuple[Pair | None, Pair | None] | None = None,
 ) -> tuple[Pair | None, Pair | None]:
-    if not _on_gpu(w1):
+    if not on_gpu(w1):
         return formats.weight_to_fp8(w1, w3, orientation=orientation, out=out)
     result = checks.prepare_weight_to_fp8(w1, w3, orientation, out)
     # A null pointer for what is not wanted.
@@ -290,7 +286,7 @@ def weight_to_fp8(
 
 @functools.wraps(formats.split_weight_gradient)
 def split_weight_gradient(gradient: torch.Tensor, *, out: Pair | None = None) -> Pair:
-    if not _on_gpu(gradient):
+    if not on_gpu(gradient):
         return formats.split_weight_gradient(gradient, out=out)
     g1, g3 = checks.prepare_split_weight_gradient(gradient, out)
     half = g1.shape[1] * g1.shape[2]

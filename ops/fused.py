@@ -26,7 +26,7 @@ from ds_fp4.ops.kernels import (
     LONG_CHUNKS,
     THREADS,
 )
-from ds_fp4.ops.launching import below_2_31, launch, multiprocessors, row_stride
+from ds_fp4.ops.launching import below_2_31, launch, multiprocessors, on_gpu, row_stride
 from ds_fp4.reference import activation as activations
 from ds_fp4.reference import rows as row_calls
 
@@ -42,10 +42,6 @@ _ROW_TYPES = {"mxfp4": "Mxfp4Rows", "fp8": "Fp8Rows", "bf16": "Bf16Rows", None: 
 _BOOLS = {False: "false", True: "true"}
 _UNIT_BYTES = {"mxfp4": 4, "fp8": 8, "bf16": 16}  # of eight values
 _WARPS = THREADS // 32
-
-
-def _on_gpu(t: object) -> bool:
-    return isinstance(t, torch.Tensor) and t.is_cuda
 
 
 def _bits(value: float) -> int:
@@ -88,7 +84,7 @@ def swiglu_forward(
     scale_layout: str = "row",
     out: reference.SwigluForward | None = None,
 ) -> reference.SwigluForward:
-    if not _on_gpu(gate_up):
+    if not on_gpu(gate_up):
         return reference.swiglu_forward(
             gate_up, weights, activation=activation, alpha=alpha, limit=limit, save=save,
             scale_rounding=scale_rounding, scale_layout=scale_layout, out=out,
@@ -143,7 +139,7 @@ def swiglu_backward(
     scale_layout: str = "row",
     out: reference.SwigluBackward | None = None,
 ) -> reference.SwigluBackward:
-    if not _on_gpu(dh):
+    if not on_gpu(dh):
         return reference.swiglu_backward(
             dh, weights, gate_up, group_sizes, gate_up_format=gate_up_format, padded_rows=padded_rows,
             padded_input=padded_input, activation=activation, alpha=alpha, limit=limit, scale_layout=scale_layout,
@@ -199,7 +195,7 @@ def swiglu_backward(
 def gather_rows(
     records: torch.Tensor, index: torch.Tensor | None = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    if not _on_gpu(records):
+    if not on_gpu(records):
         return reference.gather_rows(records, index, out=out)
     out = row_calls.prepare_gather_rows(records, index, out)
     rows, row_bytes = out.shape
@@ -239,7 +235,7 @@ def combine_rows(
     out: torch.Tensor | Pair | None = None,
 ) -> torch.Tensor | Pair:
     data, data_scales = _pair(rows)
-    if not _on_gpu(data):
+    if not on_gpu(data):
         return reference.combine_rows(
             rows, offsets, indices, weights, row_format=row_format, out_format=out_format,
             scale_rounding=scale_rounding, out=out,

@@ -25,6 +25,11 @@ LARGEST_ACCESS = 16  # bytes
 Scales = tuple[torch.Tensor, int]
 
 
+def on_gpu(t: object) -> bool:
+    """Whether a call with `t` first is for the kernels; what is no tensor the reference refuses."""
+    return isinstance(t, torch.Tensor) and t.is_cuda
+
+
 @functools.cache
 def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

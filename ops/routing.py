@@ -13,7 +13,7 @@ import functools
 import torch
 
 from ds_fp4.ops.kernels import BLOCKS_PER_MULTIPROCESSOR, KERNELS, THREADS
-from ds_fp4.ops.launching import launch, multiprocessors, row_stride
+from ds_fp4.ops.launching import launch, multiprocessors, on_gpu, row_stride
 from ds_fp4.reference import routing
 from ds_fp4.reference.routing import ReceivePlan, SendPlan, routing_bytes
 
@@ -31,10 +31,6 @@ __all__ = [
 # Each block of a plan's second kernel adds up the counts of all: more of them take longer over that than they save.
 _MOST_BLOCKS = 64
 _ROWS_A_BLOCK = 256
-
-
-def _on_gpu(t: object) -> bool:
-    return isinstance(t, torch.Tensor) and t.is_cuda
 
 
 def _plan_blocks(rows: int) -> int:
@@ -59,7 +55,7 @@ def _ids(expert_ids: torch.Tensor) -> tuple[str, dict[str, int]]:
 def plan_send(
     expert_ids: torch.Tensor, ranks: int, local_experts: int, *, table: torch.Tensor | None = None
 ) -> SendPlan:
-    if not _on_gpu(expert_ids):
+    if not on_gpu(expert_ids):
         return routing.plan_send(expert_ids, ranks, local_experts, table=table)
     plan = routing.prepare_plan_send(expert_ids, ranks, local_experts, table)
     (tokens, k), device = expert_ids.shape, expert_ids.device.index
@@ -96,7 +92,7 @@ def pack_routing(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if not _on_gpu(expert_ids):
+    if not on_gpu(expert_ids):
         return routing.pack_routing(expert_ids, scores, tokens, records, local_experts, out=out)
     new = out is None
     out = routing.prepare_pack_routing(expert_ids, scores, tokens, records, local_experts, out)
@@ -127,7 +123,7 @@ def pack_routing(
 
 @functools.wraps(routing.plan_receive)
 def plan_receive(routing_records: torch.Tensor, k: int, local_experts: int, padded_rows: int) -> ReceivePlan:
-    if not _on_gpu(routing_records):
+    if not on_gpu(routing_records):
         return routing.plan_receive(routing_records, k, local_experts, padded_rows)
     plan = routing.prepare_plan_receive(routing_records, k, local_experts, padded_rows)
     records, device = routing_records.shape[0], routing_records.device.index
@@ -164,7 +160,7 @@ def plan_receive(routing_records: torch.Tensor, k: int, local_experts: int, padd
 def gather_gradients(
     gradients: torch.Tensor, places: torch.Tensor, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    if not _on_gpu(gradients):
+    if not on_gpu(gradients):
         return routing.gather_gradients(gradients, places, out=out)
     out = routing.prepare_gather_gradients(gradients, places, out)
     rows, k = places.shape
@@ -188,7 +184,7 @@ def gather_gradients(
 def return_gradients(
     expert_ids: torch.Tensor, records: torch.Tensor, gradients: torch.Tensor, local_experts: int
 ) -> torch.Tensor:
-    if not _on_gpu(expert_ids):
+    if not on_gpu(expert_ids):
         return routing.return_gradients(expert_ids, records, gradients, local_experts)
     out = routing.prepare_return_gradients(expert_ids, records, gradients, local_experts)
     tokens, k = expert_ids.shape

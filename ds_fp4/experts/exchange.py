@@ -84,10 +84,10 @@ class Exchange:
         sides = 1 if self.ep_size == 1 else 2
         return torch.empty(sides, self.ep_size, local_experts + 1, dtype=torch.int32, device=device)
 
-    def start_counts(self, tables: torch.Tensor, table: torch.Tensor) -> PendingCounts:
-        """Exchange `table`, the first of `new_tables`: one collective, one copy to the host."""
+    def start_counts(self, tables: torch.Tensor) -> PendingCounts:
+        """Exchange the first of `new_tables`: one collective, one copy to the host."""
         if self.ep_size > 1:
-            dist.all_to_all_single(tables[1], table, group=self.group)
+            dist.all_to_all_single(tables[1], tables[0], group=self.group)
         if tables.is_cuda:
             if self._host is None:
                 with torch.inference_mode(False):  # to be written to by training forwards too

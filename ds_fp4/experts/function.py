@@ -99,7 +99,7 @@ def dispatch(
     spec, exchange, records = layer.spec, layer.exchange, layer.dispatch
     tables = exchange.new_tables(spec.local_experts, x.device)
     send = ops.plan_send(expert_ids, spec.ep_size, spec.local_experts, table=tables[0])
-    pending_counts = exchange.start_counts(tables, send.table)
+    pending_counts = exchange.start_counts(tables)
     # The GPU works on while counts travel: as many records are made as there may be, and those that are not are
     # zeros at the end.
     fronts = records.encode(x.contiguous(), records.allocate_fronts(x.shape[0], x.device))

@@ -55,4 +55,4 @@ class HostKernels:
             monkeypatch.setattr(module, "launch", self.launch)
             # Two blocks, so that warps take several tiles.
             monkeypatch.setattr(module, "grid_for", lambda threads, *_: min(-(-threads // kernels.THREADS), 2))
-        monkeypatch.setattr(conversions, "_on_gpu", lambda t: isinstance(t, torch.Tensor))
+        monkeypatch.setattr(conversions, "on_gpu", lambda t: isinstance(t, torch.Tensor))

@@ -45,7 +45,7 @@ def kernels_on_the_host(library, monkeypatch):
         monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
         monkeypatch.setattr(module, "BLOCKS_PER_MULTIPROCESSOR", 2)
-        monkeypatch.setattr(module, "_on_gpu", lambda t: True)
+        monkeypatch.setattr(module, "on_gpu", lambda t: True)
 
 
 @pytest.mark.parametrize("save", ["mxfp4", "fp8", None])
