@@ -5,10 +5,11 @@
     deepspeed --num_gpus 2 launch/bench_training.py
     deepspeed --num_gpus 2 launch/bench_training.py --recipes bf16 mxfp4 mxfp4:saved_activations=mxfp4
     deepspeed --num_gpus 2 launch/bench_training.py --autoep gate_up_impl=fused combine_impl=fused_weighted_sum
+    deepspeed --num_gpus 2 launch/bench_training.py --loss chunked
 
 The default shape is 4 MoE layers of DeepSeek-V3's with 32 experts, expert-parallel over all ranks. One engine trains
 with one recipe after the other on the same batches, and with BF16 once more at the end, which shows how much the
-machine drifts. Columns, of the rank where they are worst:
+machine drifts. `--loss` is for all recipes alike. Columns, of the rank where they are worst:
 
 - tokens/s: per rank, of the median optimizer step (forward and backward of every micro-batch, and the step);
 - above model state: the allocator's peak over whole steps less what parameters, gradients and optimizer hold between
@@ -18,6 +19,7 @@ machine drifts. Columns, of the rank where they are worst:
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -30,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # launchers sta
 import deepspeed
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from ds_fp4 import engine as ds_fp4_engine
 from ds_fp4.bench import profiling
@@ -43,6 +47,7 @@ from launch.engine import find_json, start_distributed
 from launch.model import load_config
 
 SHAPE = ["num_hidden_layers=4", "first_k_dense_replace=0", "n_routed_experts=32"]
+CHUNK = 2048  # tokens
 
 
 def parse_args() -> argparse.Namespace:
@@ -62,6 +67,13 @@ def parse_args() -> argparse.Namespace:
         default=[],
         metavar="KEY=VALUE",
         help="keys of the expert_parallel block, for DeepSpeed's faster ways (default: its own defaults)",
+    )
+    parser.add_argument(
+        "--loss",
+        choices=("whole", "chunked"),
+        default="whole",
+        help="whole: the model's own, FP32 logits of all tokens at once; chunked: the head and its cross-entropy over "
+        f"{CHUNK} tokens at a time, recomputed in backward, as trainers of large vocabularies do",
     )
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--micro-batch-size", type=int, default=4)
@@ -116,6 +128,8 @@ def build_engine(args: argparse.Namespace, device: torch.device) -> deepspeed.De
             load_config(find_json(args.model, "models"), args.model_args), dtype=torch.bfloat16
         )
     model.config.use_cache = False
+    if args.loss == "chunked":
+        model.forward = functools.partial(chunked_loss, model)
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": args.accumulation,
@@ -129,6 +143,22 @@ def build_engine(args: argparse.Namespace, device: torch.device) -> deepspeed.De
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     return engine
+
+
+def chunked_loss(model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, **options) -> object:
+    """What a Hugging Face causal model's forward returns, as to `loss`; no more than `CHUNK` tokens' logits exist."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    def sum_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model.get_output_embeddings()(hidden).float(), targets, reduction="sum")
+
+    hidden = model.base_model(input_ids=input_ids, **options).last_hidden_state[:, :-1].flatten(0, 1)
+    targets = labels[:, 1:].flatten()
+    parts = [
+        checkpoint(sum_of, *chunk, use_reentrant=False)
+        for chunk in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
+    ]
+    return CausalLMOutput(loss=torch.stack(parts).sum() / targets.numel())
 
 
 def choose(engine: deepspeed.DeepSpeedEngine, recipe: str) -> None:
@@ -256,7 +286,7 @@ def main() -> None:
         print(
             f"\n{args.model} {' '.join(args.model_args)}, {dist.get_world_size()} x {device.type}, micro-batch "
             f"{args.micro_batch_size} x {args.seq_len}, accumulation {args.accumulation}, ZeRO-{args.zero}, AutoEP "
-            f"{' '.join(args.autoep) or 'as by default'}; "
+            f"{' '.join(args.autoep) or 'as by default'}, loss {args.loss}; "
             f"model state {state / 2**30:.1f} GiB\n\n{table(rows)}",
             flush=True,
         )

@@ -16,9 +16,9 @@ import torch
 _MARKER = "spin_kernel"  # torch.cuda._sleep's
 
 
-def mark() -> None:
-    """Put a marker on the current stream."""
-    torch.cuda._sleep(1)
+def mark(cycles: int = 1) -> None:
+    """Put a marker on the current stream that takes as many clock cycles."""
+    torch.cuda._sleep(cycles)
 
 
 @dataclass

@@ -67,9 +67,10 @@ class Routing(NamedTuple):
         return self.padded_offsets.diff()
 
 
-def _gradient_tail(layer: ExpertLayer, records: torch.Tensor) -> torch.Tensor:
-    """The routing weights' gradients in records of dispatch's backward leg: FP32 [n, k]."""
-    return layer.dispatch_backward.tail(records)[:, : 4 * layer.spec.top_k].view(torch.float32)
+def _gradient_tail(layer: ExpertLayer, records: torch.Tensor) -> torch.Tensor | None:
+    """The routing weights' gradients in records of dispatch's backward leg: FP32 [n, k]; None if they have no tail."""
+    size = layer.dispatch_backward.tail_data_bytes
+    return layer.dispatch_backward.tail(records)[:, :size].view(torch.float32) if size else None
 
 
 def _sum_over_ranks(
@@ -194,7 +195,7 @@ class _Experts(torch.autograd.Function):
             outgoing = layer.dispatch_backward.allocate(received.shape[0], dy.device)
             layer.dispatch_backward.sum_into(dx, routing.places, outgoing)
             del dx
-            ops.gather_gradients(d.weights, routing.places, out=_gradient_tail(layer, outgoing))
+            gathered = ops.gather_gradients(d.weights, routing.places, out=_gradient_tail(layer, outgoing))
             travelling = exchange.start(outgoing, counts.received, counts.sent)
             del outgoing
         d = d._replace(row=None, row_scales=None)  # Only dx needed the rows.
@@ -209,8 +210,9 @@ class _Experts(torch.autograd.Function):
                 x_gradient = _sum_over_ranks(layer, layer.dispatch_backward, returned, routing.records)
                 x_gradient = x_gradient.to(ctx.dtype)
             if needs_scores:
+                tail = _gradient_tail(layer, returned)
                 scores_gradient = ops.return_gradients(
-                    routing.expert_ids, routing.records, _gradient_tail(layer, returned), layer.spec.local_experts
+                    routing.expert_ids, routing.records, gathered if tail is None else tail, layer.spec.local_experts
                 )
         return None, x_gradient, scores_gradient, None, *weight_gradients
 

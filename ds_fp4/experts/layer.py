@@ -35,7 +35,10 @@ def record_formats(spec: LayerSpec, recipe: LayerRecipe) -> dict[str, RecordForm
         "dispatch_forward": records("dispatch_forward", _ROUTING_BYTES * spec.top_k),
         "combine_forward": records("combine_forward", operand=False),
         "combine_backward": records("combine_backward"),
-        "dispatch_backward": records("dispatch_backward", _GRADIENT_BYTES * spec.top_k, operand=False),
+        # Where they go nowhere, tokens' gradients are handed to autograd as they lie: nothing may lie between them.
+        "dispatch_backward": records(
+            "dispatch_backward", _GRADIENT_BYTES * spec.top_k if spec.ep_size > 1 else 0, operand=False
+        ),
     }
 
 

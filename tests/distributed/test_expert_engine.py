@@ -176,7 +176,7 @@ def _collectives() -> None:
     # A record a token and rank, whatever the number of experts; its bytes are what the summary says.
     layer = _layers(engine)[0]
     sizes = leg_bytes(layer.recipe, layer.spec.hidden, layer.spec)
-    totals = torch.tensor([traffic.forward.payload.bytes, traffic.backward.payload.bytes])
+    totals = torch.tensor([traffic.forward.payload.bytes, traffic.backward.payload.bytes], device=engine.device)
     torch.distributed.all_reduce(totals)
     (records, rest), (same, more) = (
         divmod(total, sizes[f"dispatch_{way}"] + sizes[f"combine_{way}"])
@@ -215,45 +215,61 @@ def _problems(world: int) -> list[tuple[str, list[torch.Tensor]]]:
     ]
 
 
+def _on_gpus() -> bool:
+    return torch.distributed.get_backend() == "nccl"
+
+
 def _part(whole, ids: list[torch.Tensor]) -> tuple:
-    """This rank's part of a problem of all ranks; its tokens and its experts."""
+    """This rank's part of a problem of all ranks, on its device; its tokens and its experts."""
+    device = torch.device("cuda", torch.cuda.current_device()) if _on_gpus() else torch.device("cpu")
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     rows = slice(sum(len(i) for i in ids[:rank]), sum(len(i) for i in ids[: rank + 1]))
     own = slice(8 // world * rank, 8 // world * (rank + 1))
     mine = whole._replace(
-        x=whole.x.detach()[rows].clone().requires_grad_(),
-        scores=whole.scores.detach()[rows].clone().requires_grad_(),
-        expert_ids=whole.expert_ids[rows],
-        weights=tuple(torch.nn.Parameter(w.detach()[own].clone()) for w in whole.weights),
-        dy=whole.dy[rows],
+        x=whole.x.detach()[rows].to(device, copy=True).requires_grad_(),
+        scores=whole.scores.detach()[rows].to(device, copy=True).requires_grad_(),
+        expert_ids=whole.expert_ids[rows].to(device),
+        weights=tuple(torch.nn.Parameter(w.detach()[own].to(device, copy=True)) for w in whole.weights),
+        dy=whole.dy[rows].to(device),
     )
     return mine, rows, own
 
 
+def _run(part, recipe, k: int) -> dict[str, torch.Tensor | None]:
+    """Results of a layer over all ranks, on the host."""
+    from ds_fp4 import gemm
+    from tests.unit.expert_cases import make_layer, spec_of
+
+    gemms = gemm.choose("auto", "auto", part.x.device) if _on_gpus() else None
+    layer = make_layer(recipe, spec_of(k, torch.distributed.get_world_size()), torch.distributed.group.WORLD, gemms)
+    return {key: value if value is None else value.cpu() for key, value in part.run(layer).items()}
+
+
 def _routing_by_hand() -> None:
-    from tests.unit.expert_cases import make_layer, make_problem, recipe_of, relative_error, spec_of
+    from tests.unit.expert_cases import make_problem, recipe_of, relative_error
     from tests.unit.expert_emulation import emulate
 
     world = torch.distributed.get_world_size()
+    # On GPUs sums come in another order and exp has other bits: some codes round the other way.
+    allowed = 6e-2 if _on_gpus() else 4e-3
     for name, ids in _problems(world):
         for recipe in (recipe_of("fp8"), recipe_of("mxfp4", {"combine_forward": "mxfp4"}, recompute="fc1")):
             whole = make_problem(expert_ids=torch.cat(ids))
             arguments = (whole.x.detach(), whole.scores.detach(), whole.expert_ids, whole.weights, whole.dy)
             expected = emulate(*arguments, recipe, world)
             mine, rows, own = _part(whole, ids)
-            layer = make_layer(recipe, spec_of(whole.expert_ids.shape[1], world), torch.distributed.group.WORLD)
-            for key, value in mine.run(layer).items():
+            for key, value in _run(mine, recipe, whole.expert_ids.shape[1]).items():
                 wanted = expected[key][own if key in ("w1", "w2", "w3") else rows]
                 assert value is not None and value.shape == wanted.shape, (name, key)
                 if wanted.count_nonzero() == 0:
                     assert value.count_nonzero() == 0, (name, key)
                 else:
-                    assert relative_error(value, wanted) <= 4e-3, (name, key, relative_error(value, wanted))
+                    assert relative_error(value, wanted) <= allowed, (name, key, relative_error(value, wanted))
 
 
 def _near_bf16() -> dict:
     """Cosines to BF16 with every leg quantized; they are checked too."""
-    from tests.unit.expert_cases import cosine, deepspeed_result, make_layer, make_problem, recipe_of, spec_of
+    from tests.unit.expert_cases import cosine, deepspeed_result, make_problem, recipe_of
 
     world = torch.distributed.get_world_size()
     cases = (("fp8", "fp8", 0.996), ("mxfp4", "fp8", 0.975), ("mxfp4", "mxfp4", 0.96))
@@ -263,9 +279,7 @@ def _near_bf16() -> dict:
         expected = deepspeed_result(whole)
         for recipe, saved, floor in cases:
             mine, rows, own = _part(whole, [torch.empty(60)] * world)
-            spec = spec_of(k, world)
-            layer = make_layer(recipe_of(recipe, saved_activations=saved), spec, torch.distributed.group.WORLD)
-            for key, value in mine.run(layer).items():
+            for key, value in _run(mine, recipe_of(recipe, saved_activations=saved), k).items():
                 near = cosine(value, expected[key][own if key in ("w1", "w2", "w3") else rows])
                 assert near >= floor, (recipe, saved, k, key, near)
                 found[recipe, saved, k, key] = near
@@ -340,9 +354,8 @@ def _checkpointing_and_compile() -> None:
 
 
 def _trains() -> None:
-    on_gpus = torch.distributed.get_backend() == "nccl"
     for recipe in ("fp8", "mxfp4"):
-        for dtype in ("bf16", "fp32", *(["fp16"] if on_gpus else [])):  # DeepSpeed has no FP16 on the CPU
+        for dtype in ("bf16", "fp32", *(["fp16"] if _on_gpus() else [])):  # DeepSpeed has no FP16 on the CPU
             engine = _build(KEPT_WEIGHTS, block={"recipe": recipe}, dtype=dtype)
             losses = models.train(engine, _data(2) * 4)
             assert sum(losses[-2:]) < 0.9 * sum(losses[:2]), (recipe, dtype, losses)

@@ -51,9 +51,17 @@ def spec_of(k: int = 2, ep_size: int = 1, **more: Any) -> LayerSpec:
     )
 
 
-def make_layer(recipe: LayerRecipe | None = None, spec: LayerSpec | None = None, group: Any = None) -> ExpertLayer:
-    backend = CountingBackend()
-    return ExpertLayer(spec or spec_of(), recipe or recipe_of(), group, GemmBackends(backend, backend))
+def make_layer(
+    recipe: LayerRecipe | None = None,
+    spec: LayerSpec | None = None,
+    group: Any = None,
+    gemms: GemmBackends | None = None,
+) -> ExpertLayer:
+    """A layer whose GEMMs are counted, and emulated, unless it is given others."""
+    if gemms is None:
+        backend = CountingBackend()
+        gemms = GemmBackends(backend, backend)
+    return ExpertLayer(spec or spec_of(), recipe or recipe_of(), group, gemms)
 
 
 class Problem(NamedTuple):
