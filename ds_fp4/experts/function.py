@@ -67,6 +67,15 @@ class Routing(NamedTuple):
         return self.padded_offsets.diff()
 
 
+def _release_saved(ctx: torch.autograd.function.FunctionCtx) -> None:
+    """Drop autograd's own references to what a backward has read, unless its graph is kept for another.
+
+    It would hold them until backward returns, and does where this method of torch's compiled backwards is missing.
+    """
+    if hasattr(ctx, "maybe_clear_saved_tensors"):
+        ctx.maybe_clear_saved_tensors()
+
+
 def _gradient_tail(layer: ExpertLayer, records: torch.Tensor) -> torch.Tensor | None:
     """The routing weights' gradients in records of dispatch's backward leg: FP32 [n, k]; None if they have no tail."""
     size = layer.dispatch_backward.tail_data_bytes
@@ -166,6 +175,7 @@ class _Experts(torch.autograd.Function):
         routing = Routing(*tensors[count : count + routing_parts])
         received, *saved = tensors[count + routing_parts :]
         del tensors
+        _release_saved(ctx)  # so that each lives as long as it is needed here
         groups = routing.groups(counts)
         needs_x, needs_scores = ctx.needs_input_grad[1:3]
         needs_weights = ctx.needs_input_grad[4:]

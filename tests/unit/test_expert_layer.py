@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from ds_fp4.experts import weights_changed
@@ -469,6 +470,37 @@ def test_nothing_else_stays_alive():
     del output
     new = {p: size for p, size in alive().items() if p not in before and p not in gradients}
     assert not any(size >= routing_bytes for size in new.values()), new
+
+
+def test_backward_lets_go_of_what_it_has_used(monkeypatch):
+    problem, layer = make_problem(tokens=300), make_layer()
+    saved = []  # gate_up, as long as anybody holds it
+    gone = []
+    activate_backward, weight_gradient = layer.compute.activate_backward, layer.compute.weight_gradient
+
+    def activate(dh, weights, kept, group_sizes):
+        saved[:] = [StorageWeakRef(t.untyped_storage()) for t in kept]
+        return activate_backward(dh, weights, kept, group_sizes)
+
+    def gradient(*args):
+        gone.append([storage.expired() for storage in saved])
+        weight_gradient(*args)
+
+    monkeypatch.setattr(layer.compute, "activate_backward", activate)
+    monkeypatch.setattr(layer.compute, "weight_gradient", gradient)
+    once = problem.run(layer)
+    assert gone == [[True, True]] * 2
+    # But not of a graph that is kept.
+    for leaf in problem.leaves().values():
+        leaf.grad = None
+    output = layer(problem.x, problem.scores, problem.expert_ids, problem.weights)
+    output.backward(problem.dy, retain_graph=True)
+    assert gone[2:] == [[False, False]] * 2
+    for leaf in problem.leaves().values():
+        leaf.grad = None
+    output.backward(problem.dy)
+    assert gone[4:] == [[True, True]] * 2
+    _equal({"output": output.detach(), **{name: leaf.grad for name, leaf in problem.leaves().items()}}, once)
 
 
 # What is refused, and what must not be hidden
