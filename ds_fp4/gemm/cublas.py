@@ -56,14 +56,14 @@ class CublasBackend(Backend):
         weight_scales, missing = b[1], -b[1].shape[2] % SCALE_ALIGNMENT
         if missing:  # padding by nothing would copy
             weight_scales = torch.nn.functional.pad(weight_scales, (0, missing))
+        a_scales = [_with_rows_as_stride(scales) for scales in a[1].split(groups.sizes)]
         with self._matmul(SCALE_128X128, out.dtype).launches() as multiply:
             row = 0
             for expert, size in enumerate(groups.sizes):
                 if size:
-                    scales = _with_rows_as_stride(a[1][row : row + size])
                     multiply(
                         _address(a[0], row * k),
-                        _address(scales),
+                        _address(a_scales[expert]),
                         _address(b[0], expert * n * k),
                         _address(weight_scales, expert * weight_scales.stride(0)),
                         _address(out, row * n),
@@ -75,13 +75,12 @@ class CublasBackend(Backend):
     def _weight_gradient(self, a: Pair, b: Pair, groups: Groups, outs: Sequence[torch.Tensor]) -> None:
         width, k = a[1].shape[0], b[1].shape[0]
         b_scales = _with_rows_as_stride(b[1])
+        # A copy where an output is not the whole of a, one for all experts.
+        scales_of = [_with_rows_as_stride(scales) for scales in a[1].split([out.shape[1] for out in outs])]
         with self._matmul(SCALE_1X128, outs[0].dtype).launches() as multiply:
             first = 0
-            for out in outs:
-                n = out.shape[1]
-                # A copy where `out` is not the whole of a, one for all experts.
-                a_scales = _with_rows_as_stride(a[1][first : first + n])
-                row = 0
+            for out, a_scales in zip(outs, scales_of, strict=True):
+                n, row = out.shape[1], 0
                 for expert, size in enumerate(groups.sizes):
                     if size:
                         tile = row // FP8_GROUP

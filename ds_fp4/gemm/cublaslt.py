@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
@@ -23,8 +24,11 @@ import torch
 
 # The first cuBLAS with 1 x 128 and 128 x 128 scaling on Hopper, that of CUDA 12.9.
 MIN_VERSION = 120900
-# What torch gives cuBLASLt on Hopper.
-WORKSPACE_BYTES = 32 * 2**20
+# What GEMMs take turns on: the last wave of one leaves multiprocessors idle, and the next one can have them at once.
+# Three and four streams were no faster than two.
+STREAMS = 2
+# What torch gives cuBLASLt on Hopper, shared out.
+WORKSPACE_BYTES = 32 * 2**20 // STREAMS
 # Bytes: what it wants of FP8 operands, their results and scales; and its heuristic's default.
 MIN_ALIGNMENT, MAX_ALIGNMENT = 16, 256
 
@@ -148,6 +152,7 @@ class ScaledMatmul:
         self._library, self._device, self._out_dtype = library, device, out_dtype
         with torch.cuda.device(device):
             self._handle = library.make("cublasLtCreate")
+            self._others = [torch.cuda.Stream(device) for _ in range(STREAMS - 1)]
         # cuBLAS is column-major: it computes out^T = b @ a^T, so that its A is b.
         self._operation = library.make("cublasLtMatmulDescCreate", _COMPUTE_FP32, _DATA_TYPES[torch.float32])
         for attribute, value in (
@@ -163,7 +168,11 @@ class ScaledMatmul:
 
     @contextlib.contextmanager
     def launches(self) -> Iterator[Callable[..., None]]:
-        """A function that launches on the device's current stream, for as long as this is open.
+        """A function that launches GEMMs, for as long as this is open.
+
+        They run when what is on the device's current stream has, in any order, beside each other and what comes on
+        that stream while this is open; after that the stream waits for all of them. So what they read is to be
+        launched before this is opened, and to live until it is closed.
 
         It takes addresses, multiples of 16, since to make tensors of each expert's part would cost more than the
         launch:
@@ -178,14 +187,23 @@ class ScaledMatmul:
         the same time, each with a function of its own: device and stream are those of the thread that opened it.
         """
         with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream(self._device)
             # The allocator may hand it out again, in this stream's order, once this is closed.
-            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-            at, stream = workspace.data_ptr(), torch.cuda.current_stream(self._device).cuda_stream
+            workspace = torch.empty(STREAMS * WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+            places = range(workspace.data_ptr(), workspace.data_ptr() + workspace.numel(), WORKSPACE_BYTES)
+            streams = [stream.cuda_stream for stream in (current, *self._others)]
+            turns = itertools.cycle(zip(places, streams, strict=True))
 
             def launch(a: int, a_scales: int, b: int, b_scales: int, out: int, shape: tuple[int, int, int]) -> None:
-                self._launch(a, a_scales, b, b_scales, out, shape, at, stream)
+                self._launch(a, a_scales, b, b_scales, out, shape, *next(turns))
 
-            yield launch
+            for stream in self._others:
+                stream.wait_stream(current)
+            try:
+                yield launch
+            finally:
+                for stream in self._others:
+                    current.wait_stream(stream)
 
     def _launch(
         self,

@@ -216,24 +216,34 @@ def test_poisoned_padding_and_memory(backends, wait, experts):
 
 
 def test_on_a_stream_of_its_own(backends, wait):
-    problem = checks.operands(GPU, [200, 0, 300], 256, 256)
+    problem, parts = checks.operands(GPU, [200, 0, 300, 100, 900, 1], 256, 256), (64, 192)
     expected = backends.forward.grouped_gemm(problem.rows, problem.weights, problem.groups)
-    (gradient,) = checks.check_weight_gradient(backends.weight_gradient, problem, (256,), wait=wait)
+    gradients = checks.check_weight_gradient(backends.weight_gradient, problem, parts, wait=wait)
     stream = torch.cuda.Stream()
-    outs = checks.new_outs(problem, (256,), torch.bfloat16)
+    outs = checks.new_outs(problem, parts, torch.bfloat16)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         # Long enough that work on another stream would read operands before they are there.
-        rows = (problem.rows[0].clone(), checks.gemm_scales(problem.rows[1]))
-        rows[0].view(torch.uint8).zero_()
+        pairs = [(codes.view(torch.uint8), scales) for codes, scales in (problem.rows, problem.left, problem.right)]
+        late = [tuple(map(torch.zeros_like, pair)) for pair in pairs]
         torch.cuda._sleep(50_000_000)
-        rows[0].view(torch.uint8).copy_(problem.rows[0].view(torch.uint8))
+        for pair, there in zip(late, pairs, strict=True):
+            for t, value in zip(pair, there, strict=True):
+                t.copy_(value)
+        rows, left, right = ((codes.view(torch.float8_e4m3fn), scales) for codes, scales in late)
         out = backends.forward.grouped_gemm(rows, problem.weights, problem.groups)
-        backends.weight_gradient.weight_gradient(problem.left, problem.right, problem.groups, outs)
+        out = out.clone()  # what follows on this stream waits for the GEMMs, wherever they ran
+        backends.weight_gradient.weight_gradient(left, right, problem.groups, outs)
+        outs = [part.clone() for part in outs]
+        for codes, scales in late:
+            codes.fill_(0x7F)  # NaN
+            scales.fill_(torch.nan)
     torch.cuda.current_stream().wait_stream(stream)
     wait()
     real = checks.real_rows(problem.groups)
-    assert torch.equal(out[real], expected[real]) and torch.equal(outs[0], gradient)
+    assert torch.equal(out[real], expected[real])
+    for got, want in zip(outs, gradients, strict=True):
+        assert torch.equal(got, want)
 
 
 # ---- choice ----

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import subprocess
 import sys
@@ -283,6 +284,16 @@ class FakeFunction:
         return self.result
 
 
+class FakeStream:
+    """Notes who waits for whom, after how many GEMMs."""
+
+    def __init__(self, number, library):
+        self.cuda_stream, self._library = number, library
+
+    def wait_stream(self, other):
+        self._library.waits.append((self.cuda_stream, other.cuda_stream, len(self._library.cublasLtMatmul.calls)))
+
+
 @pytest.fixture
 def fake_library(monkeypatch):
     def find(*args):
@@ -296,7 +307,10 @@ def fake_library(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(7, library))
+    numbers = itertools.count(8)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream(next(numbers), library))
+    library.waits = []
     return library
 
 
@@ -312,6 +326,22 @@ def test_a_shape_is_planned_once(fake_library):
         multiply(256, 16, 512 + 16, 32, 1024, (64, 32, 128))  # less aligned: not every algorithm can
     assert (len(planned), len(launched)) == (3, 4)
     assert launched[0][3] == 512 and launched[0][5] == 256 and launched[0][-1] == 7
+
+
+def test_gemms_take_turns_on_streams_that_are_forked_and_joined(fake_library):
+    matmul = cublaslt.ScaledMatmul(cublaslt.CublasLt(), CPU, cublaslt.SCALE_1X128, torch.bfloat16)
+    launched = fake_library.cublasLtMatmul.calls
+    with matmul.launches() as multiply:
+        for _ in range(3):
+            multiply(256, 16, 512, 32, 1024, (64, 32, 128))
+    *_, workspaces, sizes, streams = zip(*launched, strict=True)
+    assert streams == (7, 8, 7)
+    assert workspaces[0] == workspaces[2] and abs(workspaces[1] - workspaces[0]) >= sizes[0]
+    assert fake_library.waits == [(8, 7, 0), (7, 8, 3)]
+    # And joined where a launch fails, since others may run.
+    with pytest.raises(ValueError), matmul.launches() as multiply:
+        multiply(256, 20, 512, 32, 1024, (64, 32, 128))
+    assert fake_library.waits[2:] == [(8, 7, 3), (7, 8, 3)]
 
 
 def test_what_cublas_refuses_is_said_in_its_words(fake_library):
