@@ -47,7 +47,7 @@ from launch.engine import find_json, start_distributed
 from launch.model import load_config
 
 SHAPE = ["num_hidden_layers=4", "first_k_dense_replace=0", "n_routed_experts=32"]
-CHUNK = 1024  # tokens
+CHUNK = 2048  # tokens
 
 
 def parse_args() -> argparse.Namespace:
