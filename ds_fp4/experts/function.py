@@ -70,7 +70,8 @@ class Routing(NamedTuple):
 def _release_saved(ctx: torch.autograd.function.FunctionCtx) -> None:
     """Drop autograd's own references to what a backward has read, unless its graph is kept for another.
 
-    It would hold them until backward returns, and does where this method of torch's compiled backwards is missing.
+    It would hold them until backward returns, and does where this method of torch's compiled backwards is missing. So
+    after an error (out of memory) the same backward cannot be called again.
     """
     if hasattr(ctx, "maybe_clear_saved_tensors"):
         ctx.maybe_clear_saved_tensors()
@@ -208,10 +209,9 @@ class _Experts(torch.autograd.Function):
             gathered = ops.gather_gradients(d.weights, routing.places, out=_gradient_tail(layer, outgoing))
             travelling = exchange.start(outgoing, counts.received, counts.sent)
             del outgoing
-        d = d._replace(row=None, row_scales=None)  # Only dx needed the rows.
-
-        weight_gradients = _weight_gradients(layer, weights, needs_weights, received, gradient, d, routing, groups)
+        operands = [received, gradient, d._replace(row=None, row_scales=None)]  # only dx needed the rows
         del received, gradient, d
+        weight_gradients = _weight_gradients(layer, weights, needs_weights, operands, routing, groups)
 
         x_gradient = scores_gradient = None
         if travelling is not None:
@@ -227,8 +227,16 @@ class _Experts(torch.autograd.Function):
         return None, x_gradient, scores_gradient, None, *weight_gradients
 
 
-def _weight_gradients(layer, weights, needed, received, gradient, d, routing, groups) -> list[torch.Tensor | None]:
-    """Gradients of the expert weights that need one, as sums over this rank's rows, in the weights' order."""
+def _weight_gradients(layer, weights, needed, operands, routing, groups) -> list[torch.Tensor | None]:
+    """Gradients of the expert weights that need one, as sums over this rank's rows, in the weights' order.
+
+    Args:
+        operands: received records, their gradient's, and `activate_backward`'s result. The list is emptied, so that
+            each can go when it has been read.
+    """
+    received, gradient, d = operands
+    operands.clear()
+    device = received.device
     is_stacked = stacked(weights)
     kinds = split_kinds(weights, is_stacked)
     needs = [kind if is_stacked else any(kind) for kind in split_kinds(needed, is_stacked)]
@@ -238,18 +246,21 @@ def _weight_gradients(layer, weights, needed, received, gradient, d, routing, gr
         dtype = (kind if is_stacked else kind[0]).dtype
         # The GEMM libraries write BF16 and FP32; autograd casts to what the parameter is.
         dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
-        return torch.empty(shape, dtype=dtype, device=received.device)
+        return torch.empty(shape, dtype=dtype, device=device)
 
     gradients: list[torch.Tensor | None] = [None, None, None]
     order, padded_sizes = routing.order, routing.padded_sizes()
     if needs[1]:
         gradients[1] = new_gradient(kinds[1])
         columns = layer.combine_backward.gemm_columns(gradient, order, padded_sizes)
+        gradient = None
         layer.compute.weight_gradient(columns, (d.h_col, d.h_col_scales), groups, [gradients[1]])
         del columns
+    gradient, d = None, d._replace(h_col=None, h_col_scales=None)
     if needs[0] or needs[2]:
         gradients[0], gradients[2] = new_gradient(kinds[0]), new_gradient(kinds[2])
         columns = layer.dispatch.gemm_columns(received, order, padded_sizes)
+        received = None
         layer.compute.weight_gradient((d.col, d.col_scales), columns, groups, [gradients[0], gradients[2]])
         del columns
     if is_stacked:

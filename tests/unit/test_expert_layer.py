@@ -474,33 +474,63 @@ def test_nothing_else_stays_alive():
 
 def test_backward_lets_go_of_what_it_has_used(monkeypatch):
     problem, layer = make_problem(tokens=300), make_layer()
-    saved = []  # gate_up, as long as anybody holds it
-    gone = []
-    activate_backward, weight_gradient = layer.compute.activate_backward, layer.compute.weight_gradient
+    read: dict[str, StorageWeakRef] = {}  # as long as anybody holds it
+    left: list[set[str]] = []  # at each weight gradient
 
-    def activate(dh, weights, kept, group_sizes):
-        saved[:] = [StorageWeakRef(t.untyped_storage()) for t in kept]
-        return activate_backward(dh, weights, kept, group_sizes)
+    def note(name: str, t: torch.Tensor) -> None:
+        read[name] = StorageWeakRef(t.untyped_storage())
 
-    def gradient(*args):
-        gone.append([storage.expired() for storage in saved])
-        weight_gradient(*args)
+    def noting(owner, method: str, *names: str) -> None:
+        original = getattr(owner, method)
 
+        def call(*args):
+            for name, t in zip(names, args, strict=False):
+                note(name, t)
+            return original(*args)
+
+        monkeypatch.setattr(owner, method, call)
+
+    def activate(dh, weights, kept, group_sizes, original=layer.compute.activate_backward):
+        for name, t in zip(("gate_up", "its scales"), kept, strict=True):
+            note(name, t)
+        d = original(dh, weights, kept, group_sizes)
+        for name in ("row", "col", "h_col"):
+            note(name, getattr(d, name))
+        return d
+
+    def gradient(*args, original=layer.compute.weight_gradient):
+        left.append({name for name, storage in read.items() if not storage.expired()})
+        original(*args)
+
+    noting(layer.combine_backward, "gemm_columns", "gradient")
+    noting(layer.dispatch, "gemm_columns", "received")
     monkeypatch.setattr(layer.compute, "activate_backward", activate)
     monkeypatch.setattr(layer.compute, "weight_gradient", gradient)
     once = problem.run(layer)
-    assert gone == [[True, True]] * 2
+    assert left == [{"h_col", "col"}, {"col"}]
     # But not of a graph that is kept.
     for leaf in problem.leaves().values():
         leaf.grad = None
     output = layer(problem.x, problem.scores, problem.expert_ids, problem.weights)
     output.backward(problem.dy, retain_graph=True)
-    assert gone[2:] == [[False, False]] * 2
+    kept = {"gate_up", "its scales", "received"}
+    assert left[3] == {"col", *kept}
+    read.clear()
     for leaf in problem.leaves().values():
         leaf.grad = None
     output.backward(problem.dy)
-    assert gone[4:] == [[True, True]] * 2
+    assert left[4:] == [{"h_col", "col"}, {"col"}]
     _equal({"output": output.detach(), **{name: leaf.grad for name, leaf in problem.leaves().items()}}, once)
+
+
+def test_on_one_rank_gradients_of_tokens_lie_together():
+    problem, layer = make_problem(tokens=300), make_layer()
+    seen = []
+    hook = problem.x.register_hook(lambda gradient: seen.append(gradient.stride()))
+    problem.run(layer)
+    hook.remove()
+    assert seen == [(HIDDEN, 1)]  # else autograd copies them
+    assert layer.dispatch_backward.record_bytes == 2 * HIDDEN
 
 
 # What is refused, and what must not be hidden
