@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 
 import ds_fp4
+from ds_fp4.bench import arguments
 from ds_fp4.checkpointing import CheckpointOptions
 from ds_fp4.engine import find_layers
 from ds_fp4.integrations import checkpointing
@@ -73,14 +74,20 @@ def parse_args() -> argparse.Namespace:
         "--variants", nargs="+", choices=VARIANTS, default=DEFAULT, metavar="NAME", help=", ".join(VARIANTS)
     )
     parser.add_argument("--recipe", default="bf16", choices=("bf16", "fp8", "mxfp4"), help="of the MoE layers")
-    parser.add_argument("--seq-len", type=int, default=4096)
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each variant")
+    parser.add_argument("--seq-len", type=arguments.count, default=4096)
+    parser.add_argument("--micro-batch-size", type=arguments.count, default=4)
+    parser.add_argument("--steps", type=arguments.count, default=5, help="timed steps of each variant")
     parser.add_argument("--warmup", type=int, default=1, help="besides the step whose kept bytes are counted")
     parser.add_argument(
-        "--limit", type=int, default=180, metavar="SECONDS", help="longest time of a variant (default: %(default)s)"
+        "--limit",
+        type=arguments.count,
+        default=180,
+        metavar="SECONDS",
+        help="longest time of a variant (default: %(default)s)",
     )
-    parser.add_argument("--output", type=Path, help="a JSON file for all numbers, rewritten after each variant")
+    parser.add_argument(
+        "--output", type=arguments.output_file, help="a JSON file for all numbers, rewritten after each variant"
+    )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.model_args is None:

@@ -36,8 +36,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ds_fp4 import engine as ds_fp4_engine
-from ds_fp4.bench import profiling
-from ds_fp4.config import BLOCK
+from ds_fp4.bench import arguments, profiling
+from ds_fp4.config import BLOCK, parse_block
 from ds_fp4.integrations import expert_level
 from ds_fp4.integrations.seam import restore_class
 from ds_fp4.startup import Announcement
@@ -57,6 +57,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--recipes",
         nargs="+",
+        type=recipe,
         default=["bf16", "fp8", "mxfp4", "bf16"],
         metavar="RECIPE",
         help="bf16, fp8 or mxfp4, with keys of `experts` after a colon: mxfp4:recompute=fc1,weight_cache=step",
@@ -75,47 +76,69 @@ def parse_args() -> argparse.Namespace:
         help="whole: the model's own, FP32 logits of all tokens at once; chunked: the head and its cross-entropy over "
         f"{CHUNK} tokens at a time, recomputed in backward, as trainers of large vocabularies do",
     )
-    parser.add_argument("--seq-len", type=int, default=4096)
-    parser.add_argument("--micro-batch-size", type=int, default=4)
-    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches of an optimizer step")
-    parser.add_argument("--zero", type=int, default=1, help="ZeRO stage")
-    parser.add_argument("--steps", type=int, default=4, help="timed optimizer steps of each recipe")
+    parser.add_argument("--seq-len", type=arguments.count, default=4096)
+    parser.add_argument("--micro-batch-size", type=arguments.count, default=4)
+    parser.add_argument("--accumulation", type=arguments.count, default=4, help="micro-batches of an optimizer step")
+    parser.add_argument("--zero", type=int, choices=range(4), default=1, help="ZeRO stage")
+    parser.add_argument("--steps", type=arguments.count, default=4, help="timed optimizer steps of each recipe")
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument(
         "--profile",
         action="store_true",
         help="kernels of the expert layers in one micro-batch, and when the GPU was idle",
     )
-    parser.add_argument("--output", type=Path, help="a JSON file for all numbers")
+    parser.add_argument("--output", type=arguments.output_file, help="a JSON file for all numbers")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.model_args is None:
         args.model_args = SHAPE if args.model == "deepseek-v3" else []
+    try:
+        keys_of(args.autoep)
+    except ValueError as error:
+        parser.error(f"--autoep: {error}")
+    if args.profile and not torch.cuda.is_available():
+        parser.error("--profile needs a GPU; torch sees none here")
     return args
 
 
+def recipe(text: str) -> str:
+    """For argparse: what `block_of` can read and ds_fp4 accepts."""
+    try:
+        parse_block(block_of(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def block_of(recipe: str) -> dict:
-    """The `ds_fp4` block of "RECIPE" or "RECIPE:KEY=VALUE,..."."""
+    """The `ds_fp4` block of "RECIPE" or "RECIPE:KEY=VALUE,...".
+
+    Raises ValueError where an "=" is missing.
+    """
     name, _, changes = recipe.partition(":")
-    experts = dict(change.split("=", 1) for change in changes.split(",") if change)
+    experts = dict(_key_and_value(change) for change in changes.split(",") if change)
     return {"enabled": True, "recipe": name, "experts": experts}
 
 
 def keys_of(settings: list[str]) -> dict:
     """{KEY: VALUE} of ["KEY=VALUE", ...]; values as in JSON, text without quotes.
 
-    Raises ValueError where the "=" is missing.
+    Raises ValueError where an "=" is missing.
     """
     keys = {}
-    for setting in settings:
-        key, found, value = setting.partition("=")
-        if not found:
-            raise ValueError(f"--autoep {setting}: expected KEY=VALUE, such as gate_up_impl=fused")
+    for key, value in map(_key_and_value, settings):
         try:
             keys[key] = json.loads(value)
         except json.JSONDecodeError:
             keys[key] = value
     return keys
+
+
+def _key_and_value(setting: str) -> tuple[str, str]:
+    key, found, value = setting.partition("=")
+    if not found:
+        raise ValueError(f"expected KEY=VALUE, got {setting!r}")
+    return key, value
 
 
 def build_engine(args: argparse.Namespace, device: torch.device) -> deepspeed.DeepSpeedEngine:
@@ -129,6 +152,10 @@ def build_engine(args: argparse.Namespace, device: torch.device) -> deepspeed.De
         )
     model.config.use_cache = False
     if args.loss == "chunked":
+        if getattr(model.config, "output_router_logits", False):
+            raise ValueError(
+                "--loss chunked leaves out the router's loss; add output_router_logits=false to --model-args"
+            )
         model.forward = functools.partial(chunked_loss, model)
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
@@ -146,7 +173,10 @@ def build_engine(args: argparse.Namespace, device: torch.device) -> deepspeed.De
 
 
 def chunked_loss(model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, **options) -> object:
-    """What a Hugging Face causal model's forward returns, as to `loss`; no more than `CHUNK` tokens' logits exist."""
+    """What a Hugging Face causal model's forward returns, as to its loss of next tokens, targets of -100 left out.
+
+    No more than `CHUNK` tokens' logits exist at a time.
+    """
     from transformers.modeling_outputs import CausalLMOutput
 
     def sum_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -158,7 +188,7 @@ def chunked_loss(model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.
         checkpoint(sum_of, *chunk, use_reentrant=False)
         for chunk in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
     ]
-    return CausalLMOutput(loss=torch.stack(parts).sum() / targets.numel())
+    return CausalLMOutput(loss=torch.stack(parts).sum() / (targets != -100).sum())
 
 
 def choose(engine: deepspeed.DeepSpeedEngine, recipe: str) -> None:

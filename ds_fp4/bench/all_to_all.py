@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from ds_fp4.bench import profiling
+from ds_fp4.bench import arguments, profiling
 
 TRANSPORTS = {
     "nccl": {},
@@ -33,15 +33,15 @@ RECIPES = ("fp8", "mxfp4")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, help="processes, one a GPU (default: all GPUs)")
-    parser.add_argument("--tokens", type=int, default=8192, help="of each rank (default 8192)")
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--experts", type=int, default=32, help="on each rank (default 32)")
-    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--ranks", type=arguments.count, help="processes, one a GPU (default: all GPUs)")
+    parser.add_argument("--tokens", type=arguments.count, default=8192, help="of each rank (default 8192)")
+    parser.add_argument("--top-k", type=arguments.count, default=8)
+    parser.add_argument("--experts", type=arguments.count, default=32, help="on each rank (default 32)")
+    parser.add_argument("--hidden", type=arguments.count, default=7168)
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=arguments.count, default=10)
     parser.add_argument("--profile", action="store_true", help="kernels of one dispatch, and when the GPU was idle")
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=arguments.output_file, metavar="FILE", help="write the results there")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -71,6 +71,7 @@ def main(args: argparse.Namespace) -> int:
                 print(f"    {line}")
         results.append({"transport": transport, "rows": rows})
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         with open(args.json, "w") as file:
             json.dump({"arguments": {k: str(v) for k, v in vars(args).items()}, "results": results}, file, indent=1)
     return 0

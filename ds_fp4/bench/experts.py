@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_fp4 import gemm, ops
-from ds_fp4.bench import profiling, timing
+from ds_fp4.bench import arguments, profiling, timing
 from ds_fp4.config import PRESETS, LayerRecipe
 from ds_fp4.experts import ExpertLayer, LayerSpec
 from ds_fp4.experts.weights import OPERANDS, quantize
@@ -64,10 +64,17 @@ SETTINGS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")
-    parser.add_argument("--gemm", nargs="+", choices=("deepgemm", "cublas"), default=["deepgemm", "cublas"])
-    parser.add_argument("--skew", type=float, default=0.0, help="experts' popularity falls as rank^-SKEW (default 0)")
+    parser.add_argument(
+        "--gemm",
+        choices=("auto", "deepgemm", "cublas"),
+        default="auto",
+        help="the library, in the layer and alone (default: what training takes, and both alone)",
+    )
+    parser.add_argument(
+        "--skew", type=arguments.amount, default=0.0, help="experts' popularity falls as rank^-SKEW (default 0)"
+    )
     parser.add_argument("--profile", action="store_true", help="kernels of one step, and how long the GPU was idle")
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=arguments.output_file, metavar="FILE", help="write the results there")
 
 
 def recipe_for(setting: dict) -> LayerRecipe:
@@ -294,20 +301,26 @@ def main(args: argparse.Namespace) -> int:
         print("ds-fp4 bench experts needs a Hopper GPU; torch sees none here")
         return 1
     device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        backends = gemm.choose(args.gemm, args.gemm, device)
+    except RuntimeError as error:
+        print(f"ds-fp4 bench experts: {error}")
+        return 1
     torch.manual_seed(0)
     ops.load_kernels(device)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
     results = []
     for name in args.shapes:
-        results.append(_measure_shape(SHAPES[name], device, args))
+        results.append(_measure_shape(SHAPES[name], device, backends, args))
         torch.cuda.empty_cache()
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         with open(args.json, "w") as file:
             json.dump({"gpu": torch.cuda.get_device_name(device), "shapes": results}, file, indent=1)
     return 0
 
 
-def _measure_shape(shape: Shape, device: torch.device, args: argparse.Namespace) -> dict:
+def _measure_shape(shape: Shape, device: torch.device, backends: gemm.GemmBackends, args: argparse.Namespace) -> dict:
     inputs = Inputs(shape, device, args.skew)
     print(
         f"\n{shape.name}: {shape.tokens} tokens, top-{shape.top_k} of {shape.experts} experts, hidden {shape.hidden}, "
@@ -318,7 +331,7 @@ def _measure_shape(shape: Shape, device: torch.device, args: argparse.Namespace)
     for what, seconds in stock.items():
         print(f"  DeepSpeed BF16 {what:28s} {seconds * 1e3:7.2f} ms")
     reference = min(seconds for what, seconds in stock.items() if what.startswith("GroupedExperts"))
-    alone = gemms_alone(shape, inputs, args.gemm)
+    alone = gemms_alone(shape, inputs, ["deepgemm", "cublas"] if args.gemm == "auto" else [args.gemm])
     torch.cuda.empty_cache()
     work = {"gate_up": 2, "down": 1, "dh": 1, "dx": 2, "dw13": 2, "dw2": 1}
     for backend, times in alone.items():
@@ -328,7 +341,6 @@ def _measure_shape(shape: Shape, device: torch.device, args: argparse.Namespace)
     quantization = timing.median_seconds([lambda: [quantize(inputs.weights, operand) for operand in OPERANDS]], 5)
     print(f"  the six GEMMs alone, best backend each: {best * 1e3:.2f} ms; FP8 weights: {quantization * 1e3:.2f} ms")
     print("  ds_fp4                      ms  of BF16  of GEMMs  forward ms  kept B/row  formula  peak GiB")
-    backends = gemm.choose("auto", "auto", device)
     settings = {}
     for what, setting in SETTINGS.items():
         result, step = ours(shape, inputs, backends, setting)

@@ -17,10 +17,11 @@ import importlib.util
 import json
 import sys
 import time
+from pathlib import Path
 
 import torch
 
-from ds_fp4.bench import peers, timing
+from ds_fp4.bench import arguments, peers, timing
 from ds_fp4.bench.case import Case, Run
 
 # Modules with a list CASES.
@@ -32,11 +33,15 @@ MAX_SETS = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="PATTERN", help='kernels or shapes to time: "fp4_row*", "*small", "*_col*"')
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
-    parser.add_argument("--json", metavar="FILE", help="write the results there")
-    parser.add_argument("--plot", metavar="FILE", help="draw a bar chart (PNG) there")
+    parser.add_argument("--json", type=arguments.output_file, metavar="FILE", help="write the results there")
+    parser.add_argument("--plot", type=arguments.output_file, metavar="FILE", help="draw a bar chart (PNG) there")
     parser.add_argument("--no-peers", action="store_true", help="leave out torchao and plain PyTorch")
     parser.add_argument(
-        "--budget", type=float, default=80.0, metavar="SECONDS", help="leave out peers after this long (default: 80)"
+        "--budget",
+        type=arguments.amount,
+        default=80.0,
+        metavar="SECONDS",
+        help="leave out peers after this long (default: 80)",
     )
 
 
@@ -123,9 +128,11 @@ def main(args: argparse.Namespace) -> int:
     results.sort(key=lambda result: order[result["kernel"], result["shapes"]])
     _print_notes(args, time.monotonic() - started)
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         with open(args.json, "w") as file:
             json.dump({"gpu": gpu, "copy_bytes_per_second": copy, "cases": results}, file, indent=1)
     if args.plot:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
         plot(results, args.plot, gpu, copy)
     return 1 if failures else 0
 
@@ -152,7 +159,7 @@ def _print_notes(args: argparse.Namespace, seconds: float) -> None:
     print(f"took {seconds:.0f} s")
 
 
-def plot(results: list[dict], path: str, gpu: str, copy: float) -> None:
+def plot(results: list[dict], path: str | Path, gpu: str, copy: float) -> None:
     """Bars of bandwidth relative to a copy, the peer's behind the kernel's, as a PNG."""
     try:
         import matplotlib

@@ -2,8 +2,8 @@
 # ds_fp4 Team
 """Which kernels ran in a stretch of work on a GPU, and when none did.
 
-A stretch begins and ends with a marker, a kernel of a name of its own on the stream. Kernels of other streams (NCCL's)
-count as busy while they run.
+A stretch begins and ends with a marker, a kernel of a name of its own on the stream. Kernels of other streams (NCCL's,
+every other GEMM of cuBLAS's) count as busy while they run; of kernels beside each other each has its whole time.
 """
 
 from __future__ import annotations

@@ -21,8 +21,37 @@ def test_keys_of_autoep():
         "gate_up_impl": "fused",
         "async_split_plan": True,
     }
-    with pytest.raises(ValueError, match="--autoep fused: expected KEY=VALUE"):
+    with pytest.raises(ValueError, match="expected KEY=VALUE, got 'fused'"):
         keys_of(["fused"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--recipes bf16 mxfp4:fc1", "expected KEY=VALUE, got 'fc1'"),
+        ("--recipes nope", "nope"),
+        ("--recipes mxfp4:recompute=fc3", "fc3"),
+        ("--autoep fused", "--autoep: expected KEY=VALUE, got 'fused'"),
+        ("--steps 0", "whole number of at least 1, got '0'"),
+        ("--accumulation -1", "whole number of at least 1, got '-1'"),
+        ("--zero 4", "invalid choice"),
+        (f"--output {__file__}/y.json", "y.json cannot be written"),
+        ("--output .", ". cannot be written"),
+    ],
+)
+def test_what_cannot_work_is_said_before_an_engine_is_built(words, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench_training.py", *words.split()])
+    with pytest.raises(SystemExit):
+        bench_training.parse_args()
+    assert message in capsys.readouterr().err
+
+
+def test_a_profile_without_a_gpu_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["bench_training.py", "--profile"])
+    with pytest.raises(SystemExit):
+        bench_training.parse_args()
+    assert "--profile needs a GPU" in capsys.readouterr().err
 
 
 def test_the_chunked_loss_is_the_models_own(monkeypatch):
@@ -42,10 +71,11 @@ def test_the_chunked_loss_is_the_models_own(monkeypatch):
         )
     )
     tokens = torch.randint(0, 50, (3, 11))
+    labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.3, -100)
     results = []
     for call in (model.forward, lambda **inputs: bench_training.chunked_loss(model, **inputs)):
         model.zero_grad()
-        loss = call(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss = call(input_ids=tokens, labels=labels, use_cache=False).loss
         loss.backward()
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
     for whole, chunked in zip(*results, strict=True):

@@ -102,3 +102,21 @@ def test_the_report_says_why_kernels_cannot_be_loaded(monkeypatch, capsys):
     monkeypatch.setattr(report.ops, "load_kernels", fail)
     assert main.main(["report"]) == 1
     assert "kernels       CANNOT BE LOADED: there is no nvcc" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("experts --skew nan", "number of at least 0, got 'nan'"),
+        ("experts --skew -1", "number of at least 0, got '-1'"),
+        (f"experts --json {__file__}/y.json", "y.json cannot be written"),
+        ("all-to-all --tokens 0", "whole number of at least 1, got '0'"),
+        ("all-to-all --json .", ". cannot be written"),
+        (f"kernels --plot {__file__}/x.png", "x.png cannot be written"),
+        ("kernels --budget inf", "number of at least 0, got 'inf'"),
+    ],
+)
+def test_benchmarks_refuse_what_cannot_work(words, message, capsys):
+    with pytest.raises(SystemExit):
+        main.main(["bench", *words.split()])
+    assert message in capsys.readouterr().err
