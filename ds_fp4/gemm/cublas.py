@@ -9,7 +9,6 @@ scales.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +32,7 @@ class CublasBackend(Backend):
     def __init__(self, device: torch.device) -> None:
         self._library = CublasLt()
         self._device = device
+        self._matmuls: dict[tuple[int, torch.dtype], ScaledMatmul] = {}
 
     def describe(self) -> str:
         return (
@@ -95,9 +95,11 @@ class CublasBackend(Backend):
                     row += size
                 first += n
 
-    @functools.cache  # noqa: B019 (a backend lives as long as the process)
     def _matmul(self, b_scaling: int, out_dtype: torch.dtype) -> ScaledMatmul:
-        return ScaledMatmul(self._library, self._device, b_scaling, out_dtype)
+        kind = (b_scaling, out_dtype)
+        if kind not in self._matmuls:
+            self._matmuls[kind] = ScaledMatmul(self._library, self._device, *kind)
+        return self._matmuls[kind]
 
 
 def _address(t: torch.Tensor, offset: int = 0) -> int:

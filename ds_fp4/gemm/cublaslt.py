@@ -152,7 +152,6 @@ class ScaledMatmul:
         self._library, self._device, self._out_dtype = library, device, out_dtype
         with torch.cuda.device(device):
             self._handle = library.make("cublasLtCreate")
-            self._others = [torch.cuda.Stream(device) for _ in range(STREAMS - 1)]
         # cuBLAS is column-major: it computes out^T = b @ a^T, so that its A is b.
         self._operation = library.make("cublasLtMatmulDescCreate", _COMPUTE_FP32, _DATA_TYPES[torch.float32])
         for attribute, value in (
@@ -164,6 +163,8 @@ class ScaledMatmul:
         self._scales_of_a, self._scales_of_b = c_void_p(), c_void_p()
         self._one, self._zero = c_float(1.0), c_float(0.0)
         self._plans: dict[tuple[int, ...], _Plan] = {}
+        # The streams beside each stream that this was called on: callers do not come to wait for each other.
+        self._beside: dict[int, list[torch.cuda.Stream]] = {}
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -191,18 +192,22 @@ class ScaledMatmul:
             # The allocator may hand it out again, in this stream's order, once this is closed.
             workspace = torch.empty(STREAMS * WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
             places = range(workspace.data_ptr(), workspace.data_ptr() + workspace.numel(), WORKSPACE_BYTES)
-            streams = [stream.cuda_stream for stream in (current, *self._others)]
+            others = self._beside.get(current.cuda_stream)
+            if others is None:
+                others = [torch.cuda.Stream(self._device) for _ in range(STREAMS - 1)]
+                others = self._beside.setdefault(current.cuda_stream, others)
+            streams = [stream.cuda_stream for stream in (current, *others)]
             turns = itertools.cycle(zip(places, streams, strict=True))
 
             def launch(a: int, a_scales: int, b: int, b_scales: int, out: int, shape: tuple[int, int, int]) -> None:
                 self._launch(a, a_scales, b, b_scales, out, shape, *next(turns))
 
-            for stream in self._others:
+            for stream in others:
                 stream.wait_stream(current)
             try:
                 yield launch
             finally:
-                for stream in self._others:
+                for stream in others:
                     current.wait_stream(stream)
 
     def _launch(

@@ -246,6 +246,67 @@ def test_on_a_stream_of_its_own(backends, wait):
         assert torch.equal(got, want)
 
 
+def cublas_or_skip():
+    try:
+        return gemm.choose("cublas", "cublas", GPU)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+def test_what_follows_waits_for_gemms_on_the_other_stream(wait):
+    backends = cublas_or_skip()
+    problem, parts = checks.operands(GPU, [200, 300, 100], 256, 256), (64, 192)
+    expected = backends.forward.grouped_gemm(problem.rows, problem.weights, problem.groups)
+    gradients = checks.check_weight_gradient(backends.weight_gradient, problem, parts, wait=wait)
+    current = torch.cuda.current_stream()
+    others = [
+        stream
+        for backend in {backends.forward, backends.weight_gradient}
+        for matmul in backend._matmuls.values()
+        for stream in matmul._beside[current.cuda_stream]
+    ]
+    assert others and all(stream.cuda_stream != current.cuda_stream for stream in others)
+
+    def hold_up() -> None:
+        for stream in others:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(50_000_000)
+
+    hold_up()
+    out = backends.forward.grouped_gemm(problem.rows, problem.weights, problem.groups).clone()
+    wait()
+    outs = [part.fill_(torch.nan) for part in checks.new_outs(problem, parts, torch.bfloat16)]
+    hold_up()
+    backends.weight_gradient.weight_gradient(problem.left, problem.right, problem.groups, outs)
+    outs = [part.clone() for part in outs]
+    wait()
+    real = checks.real_rows(problem.groups)
+    assert torch.equal(out[real], expected[real])
+    for got, want in zip(outs, gradients, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_gemms_in_a_graph(wait):
+    backends = cublas_or_skip()
+    problem, parts = checks.operands(GPU, [200, 0, 300], 256, 256), (64, 192)
+    expected = backends.forward.grouped_gemm(problem.rows, problem.weights, problem.groups)
+    gradients = checks.check_weight_gradient(backends.weight_gradient, problem, parts, wait=wait)
+    outs = checks.new_outs(problem, parts, torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = backends.forward.grouped_gemm(problem.rows, problem.weights, problem.groups)
+        backends.weight_gradient.weight_gradient(problem.left, problem.right, problem.groups, outs)
+    for _ in range(2):
+        for t in (out, *outs):
+            t.fill_(torch.nan)
+        graph.replay()
+        wait()
+        real = checks.real_rows(problem.groups)
+        assert torch.equal(out[real], expected[real])
+        for got, want in zip(outs, gradients, strict=True):
+            assert torch.equal(got, want)
+
+
 # ---- choice ----
 
 

@@ -15,6 +15,7 @@ import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fp4 import gemm
 from ds_fp4.formats.columns import column_blocks
@@ -328,7 +329,7 @@ def test_a_shape_is_planned_once(fake_library):
     assert launched[0][3] == 512 and launched[0][5] == 256 and launched[0][-1] == 7
 
 
-def test_gemms_take_turns_on_streams_that_are_forked_and_joined(fake_library):
+def test_gemms_take_turns_on_streams_that_are_forked_and_joined(fake_library, monkeypatch):
     matmul = cublaslt.ScaledMatmul(cublaslt.CublasLt(), CPU, cublaslt.SCALE_1X128, torch.bfloat16)
     launched = fake_library.cublasLtMatmul.calls
     with matmul.launches() as multiply:
@@ -342,6 +343,39 @@ def test_gemms_take_turns_on_streams_that_are_forked_and_joined(fake_library):
     with pytest.raises(ValueError), matmul.launches() as multiply:
         multiply(256, 20, 512, 32, 1024, (64, 32, 128))
     assert fake_library.waits[2:] == [(8, 7, 3), (7, 8, 3)]
+    # Another caller's GEMMs, and it itself, wait for nothing of the first one's.
+    fake_library.waits.clear()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(99, fake_library))
+    with matmul.launches() as multiply:
+        multiply(256, 16, 512, 32, 1024, (64, 32, 128))
+    assert fake_library.waits == [(9, 99, 3), (99, 9, 4)]
+
+
+class Operations(TorchDispatchMode):
+    """Notes how many waits between streams there were at each of torch's operations."""
+
+    def __init__(self, waits):
+        super().__init__()
+        self.waits, self.at = waits, set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.at.add(len(self.waits))
+        return operation(*args, **(kwargs or {}))
+
+
+def test_nothing_is_launched_between_gemms_that_others_would_have_to_wait_for(fake_library):
+    backend = cublas.CublasBackend(CPU)
+    problem = checks.operands("cpu", [5, 0, 130], 256, 640)  # weight scales are padded, those of rows copied
+    outs = checks.new_outs(problem, (128, 128), torch.bfloat16)  # the scales of columns are copied
+    for call in (
+        lambda: backend.grouped_gemm(problem.rows, problem.weights, problem.groups),
+        lambda: backend.weight_gradient(problem.left, problem.right, problem.groups, outs),
+    ):
+        fake_library.waits.clear()
+        with Operations(fake_library.waits) as operations:
+            call()
+        assert len(fake_library.waits) == 2 and operations.at == {0}
+    assert len(fake_library.cublasLtMatmul.calls) == 2 + 4
 
 
 def test_what_cublas_refuses_is_said_in_its_words(fake_library):
