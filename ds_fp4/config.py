@@ -288,6 +288,18 @@ def layer_recipe(config: DsFp4Config, name: str) -> LayerRecipe:
     return LayerRecipe(scale_rounding=rounding, **keys)
 
 
+def expert_keys(config: DsFp4Config, name: str) -> dict[str, str]:
+    """The keys of `experts` that the block, not a preset, sets for the MoE layer called `name`; their full paths."""
+    paths = {key: f"{BLOCK}.experts.{key}" for key in _set_keys(config.experts)}
+    pattern = _first_match(config, name)
+    if pattern is not None:
+        override = config.layers[pattern]
+        if override.recipe is not None:
+            paths = {}
+        paths |= {key: f"{BLOCK}.layers.{pattern}.experts.{key}" for key in _set_keys(override.experts)}
+    return paths
+
+
 def asks_for_fp8_experts(config: DsFp4Config, name: str) -> bool:
     """Whether `experts.compute` of the MoE layer called `name` is "fp8" because the block says so, not its preset."""
     pattern = _first_match(config, name)

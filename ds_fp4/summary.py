@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as torch_dist
 
 from ds_fp4.codec import make_codec
-from ds_fp4.config import BLOCK, LEGS, LayerRecipe
+from ds_fp4.config import BLOCK, LEGS, LayerRecipe, expert_keys
 from ds_fp4.experts import LayerSpec, record_formats
 from ds_fp4.version import __version__
 
@@ -77,6 +77,22 @@ def _checkpoints_layers(plan: Plan) -> bool:
     )
 
 
+def _without_effect(plan: Plan) -> dict[str, str]:
+    """Keys of `experts` that change nothing in any layer they are for, by full path, and why."""
+    idle: dict[str, str] = {}
+    effective = set()
+    for layer in plan.layers:
+        recipe = plan.recipes[layer.name]
+        for key, path in expert_keys(plan.config, layer.name).items():
+            if key != "compute" and layer.name not in plan.gemms:
+                idle.setdefault(path, "experts that it is for are not computed in FP8")
+            elif key == "saved_activations" and recipe.recompute == "fc1":
+                idle.setdefault(path, 'with experts.recompute "fc1" gate and up are not kept')
+            else:
+                effective.add(path)
+    return {path: why for path, why in idle.items() if path not in effective}
+
+
 def summary_lines(plan: Plan) -> list[str]:
     """The summary, a line an item."""
     changed = [layer for layer in plan.layers if layer in plan.compressed or layer in plan.expert_level]
@@ -110,6 +126,7 @@ def summary_lines(plan: Plan) -> list[str]:
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         lines.append(f"  not computed in FP8: {shorten(names)}: {reason}")
+    lines += [f"  no effect: {path}: {why}" for path, why in _without_effect(plan).items()]
     untouched = [layer.name for layer in plan.layers if layer not in changed]
     if untouched:
         lines.append(f"  as DeepSpeed does it: {shorten(untouched)}")

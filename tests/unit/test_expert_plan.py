@@ -76,6 +76,31 @@ def test_a_checkpointing_that_moves_the_loss_says_so():
     assert not warned() and not warned(format="mxfp4", exact=False) and not warned(format="mxfp4", scope="experts")
 
 
+def test_keys_without_effect_are_named():
+    def named(block: dict) -> list[str]:
+        lines = summary_lines(_plan(block))
+        return [line.split()[2].rstrip(":") for line in lines if line.startswith("  no effect: ")]
+
+    both = {"recompute": "fc1", "saved_activations": "mxfp4"}
+    assert named({"experts": both}) == ["ds_fp4.experts.saved_activations"]
+    assert named({"experts": {"saved_activations": "mxfp4"}}) == named({"experts": {"recompute": "fc1"}}) == []
+    assert named({"experts": {"compute": "bf16"}}) == named({"recipe": "bf16"}) == []
+    assert named({"recipe": "bf16", "experts": {"weight_cache": "step"}}) == ["ds_fp4.experts.weight_cache"]
+    saved = {"saved_activations": "mxfp4"}
+    assert named({"experts": saved, "layers": {"moe": {"experts": {"recompute": "fc1"}}}}) == [
+        "ds_fp4.experts.saved_activations"
+    ]
+    assert named({"experts": saved, "layers": {"moe": {"experts": both}}}) == [
+        "ds_fp4.layers.moe.experts.saved_activations"
+    ]
+    assert named({"experts": saved, "layers": {"moe": "bf16"}}) == []  # another recipe starts afresh
+    # What has an effect in one of the layers has one.
+    model = torch.nn.ModuleDict({"a": _layer(), "b": _layer()})
+    block = {"enabled": True, "experts": saved, "layers": {"a": {"experts": {"recompute": "fc1"}}}}
+    plan = engine.make_plan({"ds_fp4": block}, model, device=CPU, announcement=Announcement("0"))
+    assert not any("no effect" in line for line in summary_lines(plan))
+
+
 class _Biased(GroupedExperts):
     def __init__(self) -> None:
         super().__init__(128, 128, 4)
