@@ -9,6 +9,7 @@ import torch
 
 from ds_fp4 import formats, ops, reference
 from tests import strategies
+from tests.kernel_checks import in_views
 
 POISON = 0xA5
 # Elements that may differ where exp is involved: one in 10^4, or one group whose scale lies at a boundary.
@@ -285,9 +286,13 @@ def check_combine_rows(
     seed: int = 0,
     poison: int = 0,
     one_length: bool = False,
+    aligned: bool = True,
 ) -> None:
-    """`one_length`: lists of `longest` entries, without offsets."""
+    """`one_length`: lists of `longest` entries, without offsets. Not `aligned`: input rows at odd places."""
     source = random_rows(row_format, rows, k, seed, kind, in_records)
+    if not aligned:
+        parts = in_views("cpu", *(source if isinstance(source, tuple) else (source,)), aligned=False)
+        source = tuple(parts) if isinstance(source, tuple) else parts[0]
     if poison:
         if row_format == "bf16":
             source = strategies.poison(source, seed, poison)

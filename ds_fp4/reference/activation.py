@@ -108,7 +108,8 @@ def activation_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """h, and the gradients of gate and up from `d`, that of weight * h. All FP32, `weight` one a row.
 
-    A clamped gate or up gets no gradient where it is beyond the limit; NaN passes through.
+    A clamped gate or up gets no gradient where it is beyond the limit; NaN passes through. At the limit itself it gets
+    one, as from torch's own clamp up to torch 2.13 (since 2.14 that gives none there).
     """
     inner_gate, factor = clamped(gate, up, activation, limit)
     s, slope = _sigmoid_and_slope(inner_gate, activation, alpha)

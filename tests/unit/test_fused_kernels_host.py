@@ -1,15 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""The fused kernels themselves, run as host code thread by thread (simt.h), against their reference.
-
-The launch is the one of ds_fp4.ops, with its parameters and grid; the kernels are the headers that nvcc gets, with the
-plain C++ beside each PTX instruction.
-"""
-
-import ctypes
-import os
-import subprocess
-from pathlib import Path
+"""The sources of the fused and the routing kernels, run on the host (host_kernels), against their reference."""
 
 import pytest
 import torch
@@ -19,33 +10,10 @@ from ds_fp4.ops import fused, kernels, routing
 from tests import fused_checks as checks
 from tests.routing_checks import check_exchange
 
-HOST_SOURCE = Path(__file__).parent / "fused_kernels_host.cpp"
-FAILURES = {1: "trap", 2: "deadlock: a thread left, or waits elsewhere", 3: "no such kernel"}
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    path = tmp_path_factory.mktemp("host") / "fused_kernels_host.so"
-    compiler = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
-    subprocess.run([*compiler, "-shared", "-fPIC", f"-I{kernels.CSRC}", str(HOST_SOURCE), "-o", str(path)], check=True)
-    return ctypes.CDLL(str(path))
-
 
 @pytest.fixture(autouse=True)
-def kernels_on_the_host(library, monkeypatch):
-    """Launches go to the host library; tensors count as those of a GPU with two small multiprocessors."""
-
-    def launch(kernel, template, grid, values, device):
-        name = f"{kernel.name}<{template}>"
-        failure = library.host_launch(name.encode(), kernel.pack(values), grid)
-        if failure:
-            raise RuntimeError(f"{name}: {FAILURES[failure]}")
-
-    for module in (fused, routing):
-        monkeypatch.setattr(module, "launch", launch)
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 2)
-        monkeypatch.setattr(module, "BLOCKS_PER_MULTIPROCESSOR", 2)
-        monkeypatch.setattr(module, "on_gpu", lambda t: True)
+def ops_on_host(host, monkeypatch):
+    host.replace(monkeypatch)
 
 
 @pytest.mark.parametrize("save", ["mxfp4", "fp8", None])
@@ -57,7 +25,8 @@ def test_swiglu_forward(rows, width, save):
 @pytest.mark.parametrize("activation", checks.FUSED_ACTIVATIONS)
 @pytest.mark.parametrize("kind", ["gaussian", "student_t", "zero_blocks", "wide_rows"])
 def test_swiglu_forward_activations(activation, kind):
-    checks.check_swiglu_forward("cpu", 16, 256, kind, activation=activation, save=None, scale_layout="gemm")
+    for save in ("mxfp4", "fp8", None):
+        checks.check_swiglu_forward("cpu", 16, 256, kind, activation=activation, save=save, scale_layout="gemm")
 
 
 def test_swiglu_forward_non_finite():
@@ -75,9 +44,12 @@ def test_swiglu_backward(sizes, gate_up_format):
     checks.check_swiglu_backward("cpu", sizes, 256, gate_up_format=gate_up_format, scale_layout="gemm")
 
 
+@pytest.mark.parametrize("gate_up_format", ["mxfp4", "fp8", "bf16"])
 @pytest.mark.parametrize("activation", checks.FUSED_ACTIVATIONS)
-def test_swiglu_backward_activations(activation):
-    checks.check_swiglu_backward("cpu", [100, 30], 256, "student_t", activation=activation, gate_up_format="bf16")
+def test_swiglu_backward_activations(activation, gate_up_format):
+    checks.check_swiglu_backward(
+        "cpu", [100, 30], 256, "student_t", activation=activation, gate_up_format=gate_up_format
+    )
 
 
 @pytest.mark.parametrize("sizes", [[5, 0, 130], [0], []], ids=str)
@@ -117,10 +89,10 @@ def test_swiglu_backward_stops_at_sizes_that_do_not_add_up(monkeypatch, sizes, p
 @pytest.mark.parametrize("out_format", ["bf16", "mxfp4", "fp8"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_combine_rows(row_format, out_format, weighted):
+    options = {"row_format": row_format, "out_format": out_format, "weighted": weighted}
     for in_records in (False, True):
-        checks.check_combine_rows(
-            "cpu", 21, 40, 1056, row_format=row_format, out_format=out_format, weighted=weighted, in_records=in_records
-        )
+        checks.check_combine_rows("cpu", 21, 40, 1056, **options, in_records=in_records)
+    checks.check_combine_rows("cpu", 9, 12, 96, **options, aligned=False)
 
 
 @pytest.mark.parametrize(
@@ -195,3 +167,12 @@ def test_routing_many_blocks(tokens, monkeypatch):
 def test_swiglu_backward_strips():
     """More tiles than a strip has, and a last strip that is shorter."""
     checks.check_swiglu_backward("cpu", [700, 1, 500], 256, gate_up_format="bf16")
+
+
+def test_every_instantiation_ran(host, request):
+    if request.config.option.keyword:
+        pytest.skip("only some of the tests ran")
+    # test_kernels_on_host.py runs the others, which work in tiles.
+    untiled = [kernel for kernel in kernels.KERNELS.values() if kernel.tile is None]
+    missing = {f"{kernel.name}<{t}>" for kernel in untiled for t in kernel.instantiations} - set(host.launched)
+    assert not missing  # this test comes last

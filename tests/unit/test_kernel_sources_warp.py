@@ -11,12 +11,6 @@ import torch
 
 from ds_fp4 import ops
 from tests.gpu import test_conversions as on_gpu
-from tests.unit.host_kernels import HostKernels
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory):
-    return HostKernels(tmp_path_factory.mktemp("host"))
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +18,7 @@ def launches(host, monkeypatch):
     """Host tensors go through `ops` as CUDA tensors would; the list of instantiations that were launched."""
     host.replace(monkeypatch)
     monkeypatch.setattr(on_gpu, "DEVICE", "cpu")
-    host.launched.clear()
+    monkeypatch.setattr(host, "launched", [])
     return host.launched
 
 

@@ -2,10 +2,8 @@
 # ds_fp4 Team
 """The kernels' own sources, run on the host thread by thread (host_kernels), bit for bit against the reference."""
 
-import faulthandler
+import contextlib
 import functools
-import os
-import signal
 
 import pytest
 import torch
@@ -15,16 +13,10 @@ from ds_fp4.ops import kernels, launching
 from tests import kernel_checks as checks
 from tests import strategies
 from tests.gpu import test_conversion_sweep as on_gpu
-from tests.unit.host_kernels import HostKernels
 
 DTYPES = strategies.FLOAT_DTYPES
 SCALES = ("fp32", "ue8m0", "gemm")
 SOURCES = (torch.uint8, torch.float32)
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory):
-    return HostKernels(tmp_path_factory.mktemp("host"))
 
 
 @pytest.fixture(autouse=True)
@@ -256,19 +248,6 @@ def test_nothing_to_do(host, name):
     assert len(host.launched) - launched <= 1
 
 
-def _ends_by(call) -> int:
-    """The signal that ended a process which made the call; 0 if it came back."""
-    child = os.fork()
-    if child == 0:
-        try:
-            faulthandler.disable()
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            call()
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.parametrize(
     "sizes, padded_rows, stops",
     [
@@ -297,14 +276,15 @@ def test_group_sizes_that_do_not_add_up_stop_the_kernels(monkeypatch, sizes, pad
             lambda index=index: ops.fp8_row_to_fp8_col(*fp8, _sizes(*sizes), index=index),
             lambda index=index: ops.bf16_to_fp8_row_and_col(x, _sizes(*sizes), index=index),
         ):
-            assert _ends_by(call) == (-signal.SIGABRT if stops else 0)
+            with pytest.raises(RuntimeError, match="trap") if stops else contextlib.nullcontext():
+                call()
 
 
 def test_every_instantiation_ran(host, request):
     if request.config.option.keyword:
         pytest.skip("only some of the tests ran")
+    assert set(host.numbers) == {f"{k.name}<{t}>" for k in kernels.KERNELS.values() for t in k.instantiations}
     # Those of kernels.cu; test_fused_kernels_host.py runs the others, which have no tiles.
     tiled = [kernel for kernel in kernels.KERNELS.values() if kernel.tile is not None]
-    every = {f"{kernel.name}<{t}>" for kernel in tiled for t in kernel.instantiations}
-    assert set(host.numbers) == every
-    assert set(host.launched) == every  # this test comes last
+    missing = {f"{kernel.name}<{t}>" for kernel in tiled for t in kernel.instantiations} - set(host.launched)
+    assert not missing  # this test comes last

@@ -13,7 +13,8 @@ from ds_fp4 import formats, reference
 from tests import fused_checks, strategies
 from tests.fused_checks import assert_same, fp8_columns_value, fp8_rows_value
 
-ALPHA, LIMIT = 1.25, 2.0
+# No BF16 value is the limit itself, where the gradient of torch's clamp is 1 up to torch 2.13 and 0 since.
+ALPHA, LIMIT = 1.25, 2.001
 
 
 def _exact(gate_up: torch.Tensor, weights: torch.Tensor, dh: torch.Tensor, activation: str):
@@ -80,6 +81,14 @@ def test_clamped_and_extreme_values(activation):
     expected[small].sum().backward()
     torch.testing.assert_close(d_gate.double()[small], inputs[0].grad[small], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(d_up.double()[small], inputs[1].grad[small], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ["swiglu_clamped", "swiglu_oai"])
+def test_the_limit_itself_has_a_gradient(activation):
+    gate, up = torch.tensor([[2.0, 1.0, 1.0]]), torch.tensor([[1.0, 2.0, -2.0]])
+    one = torch.ones(1, 1)
+    _, d_gate, d_up = reference.activation.activation_backward(gate, up, torch.ones(1, 3), one, activation, ALPHA, 2.0)
+    assert bool((d_gate != 0).all()) and bool((d_up != 0).all())
 
 
 @pytest.mark.parametrize("save, scale_layout", [("mxfp4", "row"), ("fp8", "gemm"), (None, "gemm")])

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds_fp4 Team
 //
-// Stands in for CUDA's header of this name, so that a host's compiler makes host code of ops/csrc/kernels.cu: one
-// block after the other, each thread of a block a fiber that yields where threads meet (barriers, shuffles, votes,
-// reductions). What it cannot show is a missing barrier, what a GPU's own instructions round, or speed. It does show
-// wrong indices, wrong bits, threads that do not meet, and lanes that meet in different places.
+// Stands in for CUDA's header of this name, so that a host's compiler makes host code of ops/csrc: one block after the
+// other, each thread of a block a fiber that yields where threads meet (barriers, shuffles, votes, reductions). What it
+// cannot show is a missing barrier, what a GPU's own instructions round, or speed. It does show wrong indices, wrong
+// bits, threads that do not meet, and lanes that meet in different places: these, and traps, end a launch with an error.
+// Dynamic shared memory is poisoned before each block.
 #pragma once
 
 #include <ucontext.h>
 
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -68,17 +67,23 @@ struct Block {
     std::vector<int> kind;
     void (*entry)(void*) = nullptr;
     void* argument = nullptr;
+    // Of the launch: why it ended early.
     const char* error = nullptr;
+    // Threads that came to a meeting or their end; where a round of all brings none, they wait for each other.
+    long steps = 0;
 };
 
 inline Block block;
 // Whether blocks and threads run from the last to the first: what depends on their order comes out differently.
 inline bool backwards = false;
 inline dim3 thread_index, block_index, block_size, grid_size;
+inline std::vector<unsigned char> dynamic_shared;
 
-inline void fail(const char* what) {
-    std::fprintf(stderr, "host_cuda: %s (block %u, thread %u)\n", what, block_index.x, block.current);
-    std::abort();
+// Ends the launch: no fiber is run again.
+[[noreturn]] inline void fail(const char* what) {
+    block.error = what;
+    setcontext(&block.scheduler);
+    __builtin_unreachable();
 }
 
 inline void yield() {
@@ -88,6 +93,7 @@ inline void yield() {
 inline void run_thread() {
     block.entry(block.argument);
     block.threads[block.current].done = true;
+    ++block.steps;
     swapcontext(&block.threads[block.current].context, &block.scheduler);
 }
 
@@ -95,6 +101,7 @@ inline void run_thread() {
 inline const std::uint64_t* meet_in_warp(int kind, std::uint64_t value) {
     const unsigned own = block.current, warp = own / kWarp, lane = own % kWarp;
     const long meeting = ++block.threads[own].warp_meetings;
+    ++block.steps;
     const size_t base = (warp * 2 + meeting % 2) * kWarp;
     block.brought[base + lane] = value;
     block.kind[base + lane] = kind;
@@ -114,6 +121,7 @@ inline const std::uint64_t* meet_in_warp(int kind, std::uint64_t value) {
 
 inline void meet_in_block() {
     const long meeting = ++block.threads[block.current].block_meetings;
+    ++block.steps;
     for (Thread& other : block.threads) {
         while (other.block_meetings < meeting && !other.done) {
             yield();
@@ -144,8 +152,10 @@ inline void run_block(void (*entry)(void*), void* argument, unsigned threads) {
         thread.context.uc_link = nullptr;
         makecontext(&thread.context, run_thread, 0);
     }
+    std::memset(dynamic_shared.data(), 0xCD, dynamic_shared.size());
     for (bool busy = true; busy;) {
         busy = false;
+        const long before = block.steps;
         for (unsigned n = 0; n < threads; ++n) {
             const unsigned i = backwards ? threads - 1 - n : n;
             if (!block.threads[i].done) {
@@ -153,7 +163,14 @@ inline void run_block(void (*entry)(void*), void* argument, unsigned threads) {
                 block.current = i;
                 thread_index.x = i;
                 swapcontext(&block.scheduler, &block.threads[i].context);
+                if (block.error != nullptr) {
+                    return;
+                }
             }
+        }
+        if (busy && block.steps == before) {
+            block.error = "threads wait for each other";
+            return;
         }
     }
 }
@@ -194,6 +211,17 @@ inline void __syncwarp(unsigned = 0xFFFFFFFFu) {
 }
 inline int __ffs(unsigned value) {
     return __builtin_ffs(static_cast<int>(value));
+}
+inline int __clz(int value) {
+    return value == 0 ? 32 : __builtin_clz(static_cast<unsigned>(value));
+}
+inline int __popc(unsigned value) {
+    return __builtin_popcount(value);
+}
+inline unsigned atomicAdd(unsigned* address, unsigned value) {
+    const unsigned before = *address;
+    *address += value;
+    return before;
 }
 
 template <typename T>
@@ -261,6 +289,15 @@ T __reduce_add_sync(unsigned, T value) {
     return result;
 }
 
+inline unsigned __match_any_sync(unsigned, unsigned value) {
+    const std::uint64_t* all = host_cuda::meet_in_warp(9, value);
+    unsigned result = 0;
+    for (int i = 0; i < host_cuda::kWarp; ++i) {
+        result |= static_cast<unsigned>(all[i] == value) << i;
+    }
+    return result;
+}
+
 template <typename T>
 T min(T a, T b) {
     return b < a ? b : a;
@@ -271,11 +308,19 @@ T max(T a, T b) {
     return a < b ? b : a;
 }
 
+namespace ds_fp4 {
+template <typename T>
+T& dynamic_shared() {
+    const auto address = reinterpret_cast<std::uintptr_t>(host_cuda::dynamic_shared.data());
+    return *reinterpret_cast<T*>((address + 15) / 16 * 16);
+}
+}  // namespace ds_fp4
+
 // ---- the runtime's calls ----
 
 using cudaError_t = int;
 using cudaStream_t = void*;
-constexpr cudaError_t cudaSuccess = 0;
+constexpr cudaError_t cudaSuccess = 0, cudaErrorLaunchFailure = 719;
 struct cudaFuncAttributes {};
 
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) {
@@ -289,10 +334,10 @@ inline cudaError_t cudaGetLastError() {
     return cudaSuccess;
 }
 inline const char* cudaGetErrorName(cudaError_t) {
-    return "";
+    return "cudaErrorLaunchFailure";
 }
 inline const char* cudaGetErrorString(cudaError_t) {
-    return "";
+    return host_cuda::block.error;
 }
 
 // Parameters are one struct, passed by value. Its type is not known here, but a larger struct is passed the same way.
@@ -300,8 +345,8 @@ struct HostCudaParams {
     char bytes[1024];
 };
 
-inline cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 threads, void** arguments, size_t,
-                                    cudaStream_t) {
+inline cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 threads, void** arguments,
+                                    size_t shared_bytes, cudaStream_t) {
     struct Call {
         void (*function)(HostCudaParams);
         HostCudaParams params;
@@ -309,10 +354,15 @@ inline cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 thread
     std::memcpy(&call.params, arguments[0], sizeof(HostCudaParams));
     gridDim = grid;
     blockDim = threads;
+    host_cuda::dynamic_shared.resize(shared_bytes + 16);
+    host_cuda::block.error = nullptr;
     for (unsigned i = 0; i < grid.x; ++i) {
         blockIdx = dim3(host_cuda::backwards ? grid.x - 1 - i : i);
         host_cuda::run_block([](void* c) { static_cast<Call*>(c)->function(static_cast<Call*>(c)->params); }, &call,
                              threads.x);
+        if (host_cuda::block.error != nullptr) {
+            return cudaErrorLaunchFailure;
+        }
     }
     return cudaSuccess;
 }
