@@ -25,6 +25,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # launchers start this file by its path
@@ -57,7 +58,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--recipes",
         nargs="+",
-        type=recipe,
+        type=_checked(lambda text: parse_block(block_of(text))),
         default=["bf16", "fp8", "mxfp4", "bf16"],
         metavar="RECIPE",
         help="bf16, fp8 or mxfp4, with keys of `experts` after a colon: mxfp4:recompute=fc1,weight_cache=step",
@@ -65,6 +66,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--autoep",
         nargs="*",
+        type=_checked(_key_and_value),
         default=[],
         metavar="KEY=VALUE",
         help="keys of the expert_parallel block, for DeepSpeed's faster ways (default: its own defaults)",
@@ -92,22 +94,22 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.model_args is None:
         args.model_args = SHAPE if args.model == "deepseek-v3" else []
-    try:
-        keys_of(args.autoep)
-    except ValueError as error:
-        parser.error(f"--autoep: {error}")
     if args.profile and not torch.cuda.is_available():
         parser.error("--profile needs a GPU; torch sees none here")
     return args
 
 
-def recipe(text: str) -> str:
-    """For argparse: what `block_of` can read and ds_fp4 accepts."""
-    try:
-        parse_block(block_of(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
+def _checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """For argparse: text that `parse` takes, as it is."""
+
+    def check(text: str) -> str:
+        try:
+            parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return text
+
+    return check
 
 
 def block_of(recipe: str) -> dict:
@@ -321,10 +323,8 @@ def main() -> None:
             flush=True,
         )
         if args.output:
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(
-                json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "rows": rows}, indent=2)
-            )
+            given = {k: str(v) for k, v in vars(args).items()}
+            arguments.write_json(args.output, {"arguments": given, "rows": rows})
     dist.destroy_process_group()
 
 

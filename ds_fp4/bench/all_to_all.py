@@ -71,9 +71,8 @@ def main(args: argparse.Namespace) -> int:
                 print(f"    {line}")
         results.append({"transport": transport, "rows": rows})
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.json, "w") as file:
-            json.dump({"arguments": {k: str(v) for k, v in vars(args).items()}, "results": results}, file, indent=1)
+        given = {k: str(v) for k, v in vars(args).items()}
+        arguments.write_json(args.json, {"arguments": given, "results": results})
     return 0
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # ds_fp4 Team
-"""Types for argparse: what cannot work is said before minutes of measuring."""
+"""What benchmarks take and give: argparse types, so that what cannot work is said before minutes of measuring."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 from pathlib import Path
@@ -41,3 +42,9 @@ def output_file(text: str) -> Path:
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a folder that is yours")
     return path
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write to what `output_file` gave."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1))

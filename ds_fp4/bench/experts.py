@@ -11,7 +11,6 @@ and kept, and the time to make them is measured apart; one row has it included, 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -314,9 +313,7 @@ def main(args: argparse.Namespace) -> int:
         results.append(_measure_shape(SHAPES[name], device, backends, args))
         torch.cuda.empty_cache()
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.json, "w") as file:
-            json.dump({"gpu": torch.cuda.get_device_name(device), "shapes": results}, file, indent=1)
+        arguments.write_json(args.json, {"gpu": torch.cuda.get_device_name(device), "shapes": results})
     return 0
 
 

@@ -14,7 +14,6 @@ import argparse
 import fnmatch
 import importlib
 import importlib.util
-import json
 import sys
 import time
 from pathlib import Path
@@ -128,9 +127,7 @@ def main(args: argparse.Namespace) -> int:
     results.sort(key=lambda result: order[result["kernel"], result["shapes"]])
     _print_notes(args, time.monotonic() - started)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.json, "w") as file:
-            json.dump({"gpu": gpu, "copy_bytes_per_second": copy, "cases": results}, file, indent=1)
+        arguments.write_json(args.json, {"gpu": gpu, "copy_bytes_per_second": copy, "cases": results})
     if args.plot:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
         plot(results, args.plot, gpu, copy)

@@ -324,8 +324,7 @@ def prepare_gather_gradients(gradients: torch.Tensor, places: torch.Tensor, out:
     """Checks the arguments of `gather_gradients`; its output, the one given or a new one."""
     checks.check_tensor("gradients", gradients, checks.FP32, None, 1)
     checks.check_tensor("places", places, checks.INT32, gradients.device, 2)
-    if not places.is_contiguous():
-        raise ValueError(f"places must be contiguous, got strides {tuple(places.stride())}")
+    checks.check_contiguous("places", places)
     if out is None:
         return torch.empty(places.shape, dtype=torch.float32, device=gradients.device)
     _check_gradient_rows("out", out, *places.shape, gradients.device)

@@ -67,13 +67,11 @@ def prepare_combine_rows(
     if out_format == "mxfp4":
         checks.check_width("rows", k, MXFP4_BLOCK)
     checks.check_tensor("indices", indices, checks.INT32, device, 2 if offsets is None else 1)
-    if not indices.is_contiguous():
-        raise ValueError(f"indices must be contiguous, got strides {tuple(indices.stride())}")
+    checks.check_contiguous("indices", indices)
     if weights is not None:
         checks.check_tensor("weights", weights, checks.FP32, device, indices.dim())
         checks.check_shape("weights", weights, indices.shape)
-        if not weights.is_contiguous():
-            raise ValueError(f"weights must be contiguous, got strides {tuple(weights.stride())}")
+        checks.check_contiguous("weights", weights)
     if indices.is_cpu:
         checks.check_index(indices.flatten(), input_rows, device)
     if offsets is None:
