@@ -18,7 +18,7 @@ import torch
 
 from ds_fp4 import formats
 from ds_fp4.formats import FP8_GROUP, checks, ue8m0
-from ds_fp4.ops.kernels import GATHERED_STRIPE, KERNELS, SOURCE_SCALES, THREADS, VALUES
+from ds_fp4.ops.kernels import GATHERED_STRIPE, KERNELS, SHARED_SCALES, SOURCE_SCALES, THREADS, VALUES
 from ds_fp4.ops.launching import LONGEST_ROW, below_2_31, grid_for, launch, launch_columns, launch_rows, on_gpu
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -178,8 +178,8 @@ def fp4_row_to_fp8_col(
         packed, scales, group_sizes, padded_rows, scale_layout, index, out
     )
     launch_columns(
-        KERNELS["fp4_row_to_fp8_col"], (), 2 * packed.shape[1], index, group_sizes, padded_rows, (packed, scales),
-        q, (out_scales, _lowest(torch.float32, scale_layout)),
+        KERNELS["fp4_row_to_fp8_col"], SHARED_SCALES[scale_layout], 2 * packed.shape[1], index, group_sizes,
+        padded_rows, (packed, scales), q, (out_scales, _lowest(torch.float32, scale_layout)),
     )  # fmt: skip
     return q, out_scales
 
@@ -203,8 +203,8 @@ def fp8_row_to_fp8_col(
         q, scales, group_sizes, padded_rows, scale_layout, index, out
     )
     launch_columns(
-        KERNELS["fp8_row_to_fp8_col"], SOURCE_SCALES[scales.dtype], q.shape[1], index, group_sizes, padded_rows,
-        (q, scales), out_q, (out_scales, _lowest(torch.float32, scale_layout)),
+        KERNELS["fp8_row_to_fp8_col"], SOURCE_SCALES[scales.dtype] + SHARED_SCALES[scale_layout], q.shape[1], index,
+        group_sizes, padded_rows, (q, scales), out_q, (out_scales, _lowest(torch.float32, scale_layout)),
     )  # fmt: skip
     return out_q, out_scales
 

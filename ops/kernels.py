@@ -56,9 +56,11 @@ VALUE_TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp
 # The first template argument by what the kernel converts from or to: a value type, or a type of FP8 scales.
 VALUES = {dtype: (name,) for dtype, name in VALUE_TYPES.items()}
 SOURCE_SCALES = {torch.float32: ("true",), torch.uint8: ("false",)}
+# Of column kernels, whether 128 columns share a scale.
+SHARED_SCALES = {"blocks": ("true",), "gemm": ("false",), "row": ("false",)}
 _VECTOR = ("true", "false")
 _VALUES_AND_VECTOR = tuple(f"{value}, {vector}" for value in VALUE_TYPES.values() for vector in _VECTOR)
-_FP32_AND_VECTOR = tuple(f"{fp32}, {vector}" for fp32 in _VECTOR for vector in _VECTOR)
+_FLAG_AND_VECTOR = tuple(f"{flag}, {vector}" for flag in _VECTOR for vector in _VECTOR)
 
 
 class Operand(NamedTuple):
@@ -278,11 +280,19 @@ KERNELS: Mapping[str, Kernel] = {
             blocks=BLOCKS_PER_MULTIPROCESSOR,
         ),
         _quad_kernel(
-            "fp8_row_to_fp8_row", _FP32_AND_VECTOR, {"source": 1, "source_scales": FP8_GROUP, "q": 1},
+            "fp8_row_to_fp8_row", _FLAG_AND_VECTOR, {"source": 1, "source_scales": FP8_GROUP, "q": 1},
             *_scales("scales"), "stripe",
         ),
-        _column_kernel("fp4_row_to_fp8_col", _VECTOR, 8, 256, {"packed": 2, "block_scales": MXFP4_BLOCK}),
-        _column_kernel("fp8_row_to_fp8_col", _FP32_AND_VECTOR, 4, 128, {"source": 1, "source_scales": FP8_GROUP}),
+        _column_kernel(
+            "fp4_row_to_fp8_col", _FLAG_AND_VECTOR, 8, 256, {"packed": 2, "block_scales": MXFP4_BLOCK}
+        ),
+        _column_kernel(
+            "fp8_row_to_fp8_col",
+            tuple(f"{fp32}, {rest}" for fp32 in _VECTOR for rest in _FLAG_AND_VECTOR),
+            4,
+            128,
+            {"source": 1, "source_scales": FP8_GROUP},
+        ),
         _column_kernel(
             "bf16_to_fp8_row_and_col", _VALUES_AND_VECTOR, 4, 128, {"x": 1, "row_q": 1}, *_scales("row_scales")
         ),

@@ -77,7 +77,7 @@ def _add_scales(values: dict[str, int], name: str, scales: Scales) -> None:
     """Add the fields of a struct Scales to `values`."""
     tensor, values[f"{name}_lowest"] = scales
     itemsize = tensor.element_size()
-    strides = tensor.stride()
+    strides = tensor.stride() if tensor.dim() == 2 else (0, 0)  # 1-D ones have a layout of their own
     below_2_31("a scale stride in bytes", max(strides) * itemsize)
     values[f"{name}_base"] = tensor.data_ptr()
     values[f"{name}_row_stride"], values[f"{name}_group_stride"] = strides[0] * itemsize, strides[1] * itemsize

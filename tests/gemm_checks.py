@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ds_fp4 import formats
-from ds_fp4.formats.columns import column_blocks
+from ds_fp4.formats.columns import block_scales_size, column_blocks
 from ds_fp4.gemm import Backend, Groups
 from ds_fp4.gemm.backend import Pair
 
@@ -26,13 +26,15 @@ RELATIVE_BF16 = 1e-2
 
 
 class Operands(NamedTuple):
-    """Inputs of both GEMMs of one problem, on the device of the test."""
+    """Inputs of both GEMMs of one problem, on the device of the test; columns also with a scale for 128 of them."""
 
     groups: Groups
     rows: Pair
     weights: Pair
     left: Pair
     right: Pair
+    left_shared: Pair
+    right_shared: Pair
 
 
 def gemm_scales(scales: torch.Tensor) -> torch.Tensor:
@@ -55,11 +57,16 @@ def random_rows(groups: Groups, width: int, generator: torch.Generator) -> torch
     return x.bfloat16()
 
 
-def columns(x: torch.Tensor, groups: Groups) -> Pair:
-    """BF16 [P, width] as FP8 columns."""
+def columns(x: torch.Tensor, groups: Groups) -> tuple[Pair, Pair]:
+    """BF16 [P, width] as FP8 columns with a scale for each, and with one for 128; between scales there is NaN."""
     sizes = torch.tensor(groups.sizes, dtype=torch.int32, device=x.device)
-    q, scales = formats.fp8_row_to_fp8_col(*formats.bf16_to_fp8_row(x), sizes)
-    return q, gemm_scales(scales)
+    # Values and scales of their own, so that one cannot be taken for the other.
+    q, scales = formats.bf16_to_fp8_row_and_col(x, sizes)[1]
+    n = block_scales_size(x.shape[1], groups.padded_rows, len(groups.sizes))
+    codes = torch.empty(x.numel(), dtype=torch.float8_e4m3fn, device=x.device)
+    out = codes, torch.full((n,), torch.nan, device=x.device)
+    shared = formats.fp8_row_to_fp8_col(*formats.bf16_to_fp8_row(x), sizes, scale_layout="blocks", out=out)
+    return (q, gemm_scales(scales)), shared
 
 
 def operands(device: str, counts: Sequence[int], n: int, k: int, seed: int = 0) -> Operands:
@@ -68,14 +75,16 @@ def operands(device: str, counts: Sequence[int], n: int, k: int, seed: int = 0) 
     groups = Groups.of(counts, device)
     q, scales = formats.bf16_to_fp8_row(random_rows(groups, k, generator))
     weights = torch.randn(len(counts), n, k, generator=generator, device=device, dtype=torch.bfloat16) * 0.02
-    left, right = (random_rows(groups, width, generator) for width in (n, k))
-    return Operands(
-        groups,
-        (q, gemm_scales(scales)),
-        formats.weight_to_fp8(weights)[0],
-        columns(left, groups),
-        columns(right, groups),
+    (left, left_shared), (right, right_shared) = (
+        columns(random_rows(groups, width, generator), groups) for width in (n, k)
     )
+    weights = formats.weight_to_fp8(weights)[0]
+    return Operands(groups, (q, gemm_scales(scales)), weights, left, right, left_shared, right_shared)
+
+
+def rights(backend: Backend, problem: Operands) -> list[Pair]:
+    """The right columns in the layouts that the backend takes."""
+    return [problem.right, *([problem.right_shared] if backend.column_scales == "blocks" else [])]
 
 
 def decoded_rows(pair: Pair) -> torch.Tensor:
@@ -93,12 +102,25 @@ def expected_grouped_gemm(problem: Operands) -> torch.Tensor:
     return torch.cat(products) if products else torch.empty(0, n, dtype=torch.float64, device=q.device)
 
 
-def expected_weight_gradient(problem: Operands) -> torch.Tensor:
-    """FP64 [E, N, K]."""
-    sizes = problem.groups.sizes
-    blocks = zip(column_blocks(*problem.left, sizes), column_blocks(*problem.right, sizes), strict=True)
+def decoded_columns(pair: Pair, width: int, groups: Groups) -> list[torch.Tensor]:
+    """FP64 [width, p_e] of each expert."""
+    q, scales = pair
+    if scales.dim() == 2:
+        return [decoded_rows(block) for block in column_blocks(q, scales, groups.sizes)]
+    blocks = zip(
+        q.split([width * size for size in groups.sizes]),
+        formats.block_scales(scales, width, groups.sizes),
+        strict=True,
+    )
+    return [decoded_rows((codes.view(width, -1), tiles.repeat_interleave(128, 0)[:width])) for codes, tiles in blocks]
+
+
+def expected_weight_gradient(problem: Operands, left: Pair | None = None, right: Pair | None = None) -> torch.Tensor:
+    """FP64 [E, N, K]; of the problem's columns with a scale for each where no others are given."""
     n, k = problem.left[1].shape[0], problem.right[1].shape[0]
-    products = [decoded_rows(left) @ decoded_rows(right).t() for left, right in blocks]
+    lefts = decoded_columns(left or problem.left, n, problem.groups)
+    rights = decoded_columns(right or problem.right, k, problem.groups)
+    products = [a @ b.t() for a, b in zip(lefts, rights, strict=True)]
     return (
         torch.stack(products) if products else torch.empty(0, n, k, dtype=torch.float64, device=problem.left[0].device)
     )
@@ -138,20 +160,33 @@ def check_weight_gradient(
     limit: float | None = None,
     wait: Callable[[], None] = lambda: None,
 ) -> list[torch.Tensor]:
-    outs = new_outs(problem, parts, dtype)
-    backend.weight_gradient(problem.left, problem.right, problem.groups, outs)
-    wait()
-    expected = expected_weight_gradient(problem)
-    got = torch.cat(outs, dim=1)
+    """Returns what columns with a scale for each give. Of a backend that can, those that share them are tried too."""
     limit = limit or (RELATIVE_FP32 if dtype == torch.float32 else RELATIVE_BF16)
-    for expert, size in enumerate(problem.groups.sizes):
-        if size == 0:
-            assert not bool(got[expert].any()), f"expert {expert} has no rows and a gradient that is not zero"
-        else:
-            # Each expert on its own: one that is wrong must not hide among many.
-            error = relative_error(got[expert], expected[expert])
-            assert error <= limit, f"relative error {error:.2e} of {backend.name}'s gradient of expert {expert}"
-    return outs
+    cases = {"": (problem.left, problem.right)}
+    if backend.column_scales == "blocks":
+        cases["b in blocks, "] = (problem.left, problem.right_shared)
+        if not any(width % 128 for width in parts[:-1]):
+            cases["a in blocks, "] = (problem.left_shared, problem.right)
+    first = None
+    for what, (left, right) in cases.items():
+        outs = new_outs(problem, parts, dtype)
+        backend.weight_gradient(left, right, problem.groups, outs)
+        wait()
+        expected = expected_weight_gradient(problem, left, right)
+        got = torch.cat(outs, dim=1)
+        for expert, size in enumerate(problem.groups.sizes):
+            if size == 0:
+                assert not bool(got[expert].any()), (
+                    f"{what}expert {expert} has no rows and a gradient that is not zero"
+                )
+            else:
+                # Each expert on its own: one that is wrong must not hide among many.
+                error = relative_error(got[expert], expected[expert])
+                assert error <= limit, (
+                    f"{what}relative error {error:.2e} of {backend.name}'s gradient of expert {expert}"
+                )
+        first = first or outs
+    return first
 
 
 def poison_padding(problem: Operands) -> Operands:

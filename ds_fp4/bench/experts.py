@@ -3,9 +3,11 @@
 """`ds-fp4 bench experts`: one layer's experts, forward and backward, against DeepSpeed's and the GEMMs alone.
 
 All of it in one run on one GPU: DeepSpeed's BF16 GroupedExperts on rows that are already in expert order, and its
-whole AutoEP path around them; the six FP8 GEMMs by each library; and ds_fp4 from tokens and routing to combined
-output and back, for each setting of what is kept. Weight gradients are BF16 everywhere. FP8 weights are made before
-and kept, and the time to make them is measured apart; one row has it included, as by default.
+whole AutoEP path around them; the six FP8 GEMMs, each by itself with each library, and one after the other as the
+layer calls them; and ds_fp4 from tokens and routing to combined output and back, for each setting of what is kept. It
+is compared with GEMMs in sequence, since under steady load a GPU lowers its clocks, which a GEMM by itself does not
+show. Weight gradients are BF16 everywhere. FP8 weights are made before and kept, and the time to make them is measured
+apart; one row has it included, as by default.
 """
 
 from __future__ import annotations
@@ -189,43 +191,73 @@ def deepspeed_experts(shape: Shape, inputs: Inputs) -> dict[str, float]:
 # --- the GEMMs alone ---
 
 
-def gemms_alone(shape: Shape, inputs: Inputs, backends: list[str]) -> dict[str, dict[str, float]]:
-    """Seconds of each of the six GEMMs by each backend that can be had."""
-    device = inputs.x.device
-    groups = gemm.Groups.of(inputs.counts.tolist(), device)
-    rows, h, i = groups.padded_rows, shape.hidden, shape.intermediate
-    weights = {operand: quantize(inputs.weights, operand) for operand in OPERANDS}
-    sizes = groups.padded_offsets.diff()
+class Gemms:
+    """The six GEMMs of a shape on random operands, as the layer calls them."""
 
-    def operand(width: int) -> tuple:
-        values = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
-        return ops.bf16_to_fp8_row_and_col(values, sizes, padded_rows=rows, scale_layout="gemm")
+    def __init__(self, shape: Shape, inputs: Inputs) -> None:
+        device = inputs.x.device
+        self._groups = gemm.Groups.of(inputs.counts.tolist(), device)
+        self._weights = {operand: quantize(inputs.weights, operand) for operand in OPERANDS}
+        rows, h, i = self._groups.padded_rows, shape.hidden, shape.intermediate
+        sizes = self._groups.padded_offsets.diff()
 
-    def gradient(*size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.bfloat16, device=device)
+        def operand(width: int) -> tuple:
+            values = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
+            return ops.bf16_to_fp8_row_and_col(values, sizes, padded_rows=rows, scale_layout="gemm")
 
-    (x_rows, x_cols), (h_rows, h_cols), (g_rows, g_cols) = operand(h), operand(i), operand(2 * i)
-    y_cols = operand(h)[1]
-    w1, w2, w3 = gradient(shape.experts, i, h), gradient(shape.experts, h, i), gradient(shape.experts, i, h)
+        def columns_of_rows() -> dict[str, tuple]:
+            """By layout of scales."""
+            x = ops.bf16_to_fp8_row(torch.randn(rows, h, device=device, dtype=torch.bfloat16))
+            return {
+                layout: ops.fp8_row_to_fp8_col(*x, sizes, padded_rows=rows, scale_layout=layout)
+                for layout in ("gemm", "blocks")
+            }
+
+        def gradient(*size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.bfloat16, device=device)
+
+        self._x = operand(h)[0]
+        (self._h, self._h_cols), (self._g, self._g_cols) = operand(i), operand(2 * i)
+        self._x_cols, self._y_cols = columns_of_rows(), columns_of_rows()
+        self._w13 = [gradient(shape.experts, i, h) for _ in range(2)]
+        self._w2 = [gradient(shape.experts, h, i)]
+
+    def calls(self, backends: gemm.GemmBackends) -> dict[str, Callable[[], object]]:
+        """By name, in the layer's order."""
+        forward, wgrad = backends
+        groups, w = self._groups, self._weights
+        x_cols, y_cols = self._x_cols[wgrad.column_scales], self._y_cols[wgrad.column_scales]
+        return {
+            "gate_up": lambda: forward.grouped_gemm(self._x, w["w13"], groups),
+            "down": lambda: forward.grouped_gemm(self._h, w["w2"], groups),
+            "dh": lambda: forward.grouped_gemm(self._x, w["w2_t"], groups),
+            "dx": lambda: forward.grouped_gemm(self._g, w["w13_t"], groups),
+            "dw2": lambda: wgrad.weight_gradient(y_cols, self._h_cols, groups, self._w2),
+            "dw13": lambda: wgrad.weight_gradient(self._g_cols, x_cols, groups, self._w13),
+        }
+
+
+def gemms_alone(
+    shape: Shape, inputs: Inputs, names: list[str], backends: gemm.GemmBackends
+) -> tuple[dict[str, dict[str, float]], float]:
+    """Seconds of each of the six GEMMs by each library that can be had; and of all six by `backends`, one after the
+    other in the layer's order."""
+    device, gemms = inputs.x.device, Gemms(shape, inputs)
     found: dict[str, dict[str, float]] = {}
-    for name in backends:
+    for name in names:
         try:
-            forward = gemm.select(name, device)
-            wgrad = gemm.select(name, device, "weight_gradient")
+            calls = gemms.calls(gemm.choose(name, name, device))
         except RuntimeError as error:
             print(f"{name}: {error}")
             continue
-        calls = {
-            "gate_up": lambda f=forward: f.grouped_gemm(x_rows, weights["w13"], groups),
-            "down": lambda f=forward: f.grouped_gemm(h_rows, weights["w2"], groups),
-            "dh": lambda f=forward: f.grouped_gemm(x_rows, weights["w2_t"], groups),
-            "dx": lambda f=forward: f.grouped_gemm(g_rows, weights["w13_t"], groups),
-            "dw13": lambda f=wgrad: f.weight_gradient(g_cols, x_cols, groups, [w1, w3]),
-            "dw2": lambda f=wgrad: f.weight_gradient(y_cols, h_cols, groups, [w2]),
-        }
         # Each behind a head start of its own: with a launch an expert, the host would fall behind over several.
-        found[name] = {gemm_name: _step_seconds(call, lambda: None) for gemm_name, call in calls.items()}
-    return found
+        found[name] = {what: _step_seconds(call, lambda: None) for what, call in calls.items()}
+
+    def all_six() -> None:
+        for call in gemms.calls(backends).values():
+            call()
+
+    return found, _step_seconds(all_six, lambda: None)
 
 
 # --- ds_fp4 ---
@@ -328,15 +360,19 @@ def _measure_shape(shape: Shape, device: torch.device, backends: gemm.GemmBacken
     for what, seconds in stock.items():
         print(f"  DeepSpeed BF16 {what:28s} {seconds * 1e3:7.2f} ms")
     reference = min(seconds for what, seconds in stock.items() if what.startswith("GroupedExperts"))
-    alone = gemms_alone(shape, inputs, ["deepgemm", "cublas"] if args.gemm == "auto" else [args.gemm])
+    names = ["deepgemm", "cublas"] if args.gemm == "auto" else [args.gemm]
+    alone, in_sequence = gemms_alone(shape, inputs, names, backends)
     torch.cuda.empty_cache()
-    work = {"gate_up": 2, "down": 1, "dh": 1, "dx": 2, "dw13": 2, "dw2": 1}
+    work = {"gate_up": 2, "down": 1, "dh": 1, "dx": 2, "dw2": 1, "dw13": 2}
     for backend, times in alone.items():
         rates = "  ".join(f"{k} {t * 1e3:.2f} ({work[k] * shape.flops / 3 / t / 1e12:.0f})" for k, t in times.items())
         print(f"  {backend:9s} ms (TFLOP/s): {rates}  sum {sum(times.values()) * 1e3:.2f}")
     best = sum(min(times[k] for times in alone.values()) for k in work) if alone else float("nan")
     quantization = timing.median_seconds([lambda: [quantize(inputs.weights, operand) for operand in OPERANDS]], 5)
-    print(f"  the six GEMMs alone, best backend each: {best * 1e3:.2f} ms; FP8 weights: {quantization * 1e3:.2f} ms")
+    print(
+        f"  the six GEMMs alone, one after the other: {in_sequence * 1e3:.2f} ms; each by itself, best library: "
+        f"{best * 1e3:.2f} ms; FP8 weights: {quantization * 1e3:.2f} ms"
+    )
     print("  ds_fp4                      ms  of BF16  of GEMMs  forward ms  kept B/row  formula  peak GiB")
     settings = {}
     for what, setting in SETTINGS.items():
@@ -344,7 +380,7 @@ def _measure_shape(shape: Shape, device: torch.device, backends: gemm.GemmBacken
         settings[what] = result
         seconds, forward, peak = result["seconds"], result["forward_seconds"], result["peak_above_before"] / 2**30
         print(
-            f"  {what:24s} {seconds * 1e3:6.2f}  {seconds / reference:6.2f}x  {seconds / best:7.2f}x  "
+            f"  {what:24s} {seconds * 1e3:6.2f}  {seconds / reference:6.2f}x  {seconds / in_sequence:7.2f}x  "
             f"{forward * 1e3:9.2f}  {result['held_per_row']:10.0f}  {result['formula_per_row']:7.0f}  {peak:8.2f}",
             flush=True,
         )
@@ -360,6 +396,7 @@ def _measure_shape(shape: Shape, device: torch.device, backends: gemm.GemmBacken
         "deepspeed": stock,
         "gemms": alone,
         "gemms_best": best,
+        "gemms_in_sequence": in_sequence,
         "weights_to_fp8": quantization,
         "ds_fp4": settings,
     }

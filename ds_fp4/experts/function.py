@@ -249,17 +249,17 @@ def _weight_gradients(layer, weights, needed, operands, routing, groups) -> list
         return torch.empty(shape, dtype=dtype, device=device)
 
     gradients: list[torch.Tensor | None] = [None, None, None]
-    order, padded_sizes = routing.order, routing.padded_sizes()
+    order_and_layout = routing.order, routing.padded_sizes(), layer.compute.column_scales
     if needs[1]:
         gradients[1] = new_gradient(kinds[1])
-        columns = layer.combine_backward.gemm_columns(gradient, order, padded_sizes)
+        columns = layer.combine_backward.gemm_columns(gradient, *order_and_layout)
         gradient = None
         layer.compute.weight_gradient(columns, (d.h_col, d.h_col_scales), groups, [gradients[1]])
         del columns
     gradient, d = None, d._replace(h_col=None, h_col_scales=None)
     if needs[0] or needs[2]:
         gradients[0], gradients[2] = new_gradient(kinds[0]), new_gradient(kinds[2])
-        columns = layer.dispatch.gemm_columns(received, order, padded_sizes)
+        columns = layer.dispatch.gemm_columns(received, *order_and_layout)
         received = None
         layer.compute.weight_gradient((d.col, d.col_scales), columns, groups, [gradients[0], gradients[2]])
         del columns

@@ -113,15 +113,18 @@ class RecordFormat:
         convert = ops.fp4_row_to_fp8_row if self.name == "mxfp4" else ops.fp8_row_to_fp8_row
         return convert(*rows, scale_layout="gemm", index=order)
 
-    def gemm_columns(self, records: torch.Tensor, order: torch.Tensor, padded_sizes: torch.Tensor) -> Pair:
+    def gemm_columns(
+        self, records: torch.Tensor, order: torch.Tensor, padded_sizes: torch.Tensor, scale_layout: str
+    ) -> Pair:
         """FP8 operand of a weight gradient: per expert a block [H, p_e] of the same rows, K-major.
 
         Args:
             order: int32 [P] in expert order, each expert's rows padded to 128 with -1.
             padded_sizes: int32 [E], the padded rows of each.
+            scale_layout: "gemm" or "blocks"; BF16 rows are quantized with a scale for each column.
         """
-        rows, layout = self.rows(records), {"padded_rows": order.shape[0], "scale_layout": "gemm", "index": order}
+        rows, options = self.rows(records), {"padded_rows": order.shape[0], "index": order}
         if self._codec is None:
-            return ops.bf16_to_fp8_row_and_col(rows, padded_sizes, **layout)[1]
+            return ops.bf16_to_fp8_row_and_col(rows, padded_sizes, scale_layout="gemm", **options)[1]
         convert = ops.fp4_row_to_fp8_col if self.name == "mxfp4" else ops.fp8_row_to_fp8_col
-        return convert(*rows, padded_sizes, **layout)
+        return convert(*rows, padded_sizes, scale_layout=scale_layout, **options)

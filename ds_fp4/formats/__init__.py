@@ -10,7 +10,7 @@ with kernels for CUDA tensors. docs/formats.md says it in words.
 
 from .blocks import FP8_GROUP, MXFP4_BLOCK, SCALE_ROUNDINGS
 from .checks import ORIENTATIONS, align_to_gemm
-from .columns import ColumnLayout, column_blocks, padded_sizes
+from .columns import ColumnLayout, block_scales, column_blocks, padded_sizes
 from .convert import (
     fp4_row_to_fp8_col,
     fp4_row_to_fp8_row,
@@ -33,6 +33,7 @@ __all__ = [
     "bf16_to_fp4_row",
     "bf16_to_fp8_row",
     "bf16_to_fp8_row_and_col",
+    "block_scales",
     "column_blocks",
     "fp4_row_to_bf16",
     "fp4_row_to_fp8_col",

@@ -75,9 +75,11 @@ def check_scale_dtype(scale_dtype: torch.dtype) -> None:
         raise ValueError(f"scale_dtype must be {_names(ue8m0.SCALE_DTYPES)} (uint8 is UE8M0), got {scale_dtype}")
 
 
-def check_scale_layout(scale_layout: str, scale_dtype: torch.dtype) -> None:
-    if scale_layout not in ue8m0.SCALE_LAYOUTS:
-        allowed = ", ".join(repr(name) for name in ue8m0.SCALE_LAYOUTS)
+def check_scale_layout(
+    scale_layout: str, scale_dtype: torch.dtype, layouts: Sequence[str] = ue8m0.SCALE_LAYOUTS
+) -> None:
+    if scale_layout not in layouts:
+        allowed = ", ".join(repr(name) for name in layouts)
         raise ValueError(f"scale_layout must be one of {allowed}, got {scale_layout!r}")
     if scale_layout == "gemm" and scale_dtype != torch.float32:
         raise ValueError(f'scale_layout "gemm" holds torch.float32 scales, got scale_dtype {scale_dtype}')
@@ -283,8 +285,9 @@ def _column_outputs(
     scale_layout: str,
     device: torch.device,
     out: Pair | None,
+    layouts: Sequence[str],
 ) -> tuple[int, Pair]:
-    check_scale_layout(scale_layout, torch.float32)
+    check_scale_layout(scale_layout, torch.float32, layouts)
     check_tensor("group_sizes", group_sizes, INT32, device, 1)
     if padded_rows is not None and (not isinstance(padded_rows, int) or padded_rows < 0 or padded_rows % FP8_GROUP):
         raise ValueError(f"padded_rows must be a multiple of {FP8_GROUP} (an int), got {padded_rows!r}")
@@ -298,7 +301,10 @@ def _column_outputs(
         padded_rows = needed
     elif padded_rows is None:
         padded_rows = int(columns.padded(group_sizes).sum())
-    shapes = ((k * padded_rows,), (k, padded_rows // FP8_GROUP))
+    scales_shape: tuple[int, ...] = (k, padded_rows // FP8_GROUP)
+    if scale_layout == "blocks":
+        scales_shape = (columns.block_scales_size(k, padded_rows, group_sizes.shape[0]),)
+    shapes = ((k * padded_rows,), scales_shape)
     dtypes = (e4m3.CODE_DTYPES, FP32)
     return padded_rows, _output_pair(out, ("q", "scales"), shapes, dtypes, device, scale_layout)
 
@@ -313,8 +319,8 @@ def prepare_fp4_row_to_fp8_col(
     out: Pair | None,
 ) -> tuple[int, Pair]:
     m, k = check_fp4_rows(packed, scales)
-    rows = check_index(index, m, packed.device)
-    return _column_outputs(rows, k, group_sizes, padded_rows, scale_layout, packed.device, out)
+    rows, layouts = check_index(index, m, packed.device), ue8m0.COLUMN_SCALE_LAYOUTS
+    return _column_outputs(rows, k, group_sizes, padded_rows, scale_layout, packed.device, out, layouts)
 
 
 def prepare_fp8_row_to_fp8_col(
@@ -327,8 +333,8 @@ def prepare_fp8_row_to_fp8_col(
     out: Pair | None,
 ) -> tuple[int, Pair]:
     m, k = check_fp8_rows(q, scales)
-    rows = check_index(index, m, q.device)
-    return _column_outputs(rows, k, group_sizes, padded_rows, scale_layout, q.device, out)
+    rows, layouts = check_index(index, m, q.device), ue8m0.COLUMN_SCALE_LAYOUTS
+    return _column_outputs(rows, k, group_sizes, padded_rows, scale_layout, q.device, out, layouts)
 
 
 def prepare_bf16_to_fp8_row_and_col(
@@ -343,7 +349,10 @@ def prepare_bf16_to_fp8_row_and_col(
     check_width("x", x.shape[1], 1)
     row_out, column_out = _pair_of(out, "the pairs ((q, scales) of rows, (q, scales) of columns)")
     rows, k = check_index(index, x.shape[0], x.device), x.shape[1]
-    padded_rows, column_out = _column_outputs(rows, k, group_sizes, padded_rows, scale_layout, x.device, column_out)
+    layouts = ue8m0.SCALE_LAYOUTS
+    padded_rows, column_out = _column_outputs(
+        rows, k, group_sizes, padded_rows, scale_layout, x.device, column_out, layouts
+    )
     return padded_rows, _fp8_outputs(rows, k, torch.float32, scale_layout, x.device, row_out), column_out
 
 

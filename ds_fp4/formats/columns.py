@@ -6,6 +6,11 @@ Rows (tokens) come in groups, one per expert, of m_e rows each; in the output ev
 multiple of 128. `q` is one-dimensional: for each group in turn a row-major block [K, p_e], so that one column's
 tokens lie side by side. `scales` is [K, sum(p_e) / 128]: one scale per column per tile of 128 rows, tiles of all
 groups in order.
+
+In scale_layout "blocks" 128 columns share a scale, as cuBLAS reads one operand of two: for each group a row-major
+block [ceil(K / 128), p_e / 128 rounded up to 4], in one dimension. Group e's begins behind as many such columns as
+there are tiles before it, rounded up to 4, and 4e more: known from its first tile alone, and far enough. What lies
+between and beside scales holds anything.
 """
 
 from collections.abc import Iterable
@@ -16,6 +21,8 @@ import torch
 from .blocks import FP8_GROUP
 
 TILE_ROWS = FP8_GROUP
+# What cuBLAS rounds the row stride of 128 x 128 scales up to, in values.
+BLOCK_SCALE_ALIGNMENT = 4
 
 
 def padded_sizes(group_sizes: Iterable[int]) -> list[int]:
@@ -39,6 +46,37 @@ def column_blocks(
         blocks.append((block, scales[:, start // TILE_ROWS : (start + size) // TILE_ROWS]))
         start += size
     return blocks
+
+
+def _align(tiles):
+    return -(-tiles // BLOCK_SCALE_ALIGNMENT) * BLOCK_SCALE_ALIGNMENT
+
+
+def block_scale_columns(first_tile: int, group: int) -> int:
+    """Columns of block scales, each of ceil(K / 128), before those of a group that begins with tile `first_tile`."""
+    return _align(first_tile) + BLOCK_SCALE_ALIGNMENT * group
+
+
+def block_scale_stride(tiles: int) -> int:
+    """Values from row to row of the block scales of a group of `tiles` tiles."""
+    return _align(tiles)
+
+
+def block_scales_size(k: int, padded_rows: int, groups: int) -> int:
+    """Values in all block scales of rows of K values."""
+    return -(-k // FP8_GROUP) * block_scale_columns(padded_rows // TILE_ROWS, groups)
+
+
+def block_scales(scales: torch.Tensor, k: int, group_sizes: Iterable[int]) -> list[torch.Tensor]:
+    """Views [ceil(K / 128), p_e / 128] of the scales in layout "blocks", one a group. Sizes are host integers."""
+    blocks, first_tile, views = -(-k // FP8_GROUP), 0, []
+    for group, size in enumerate(padded_sizes(group_sizes)):
+        tiles = size // TILE_ROWS
+        stride = block_scale_stride(tiles)
+        place = blocks * block_scale_columns(first_tile, group)
+        views.append(scales[place : place + blocks * stride].view(blocks, stride)[:, :tiles])
+        first_tile += tiles
+    return views
 
 
 class ColumnLayout(NamedTuple):
@@ -87,3 +125,14 @@ class ColumnLayout(NamedTuple):
         tile = torch.arange(group.shape[0], device=group.device) - first_tile
         column = torch.arange(k, device=group.device)
         return (first_tile * k + tile)[:, None] + tiles[:, None] * column
+
+    def block_scale_offsets(self, k: int) -> torch.Tensor:
+        """int64 [padded_rows / 128, ceil(k / 128)]: where the scale of a tile and 128 columns lies in "blocks"."""
+        group = self.tile_groups()
+        first_tile = self.padded_offsets[group].to(torch.int64) // TILE_ROWS
+        tiles = self.padded_sizes[group].to(torch.int64) // TILE_ROWS
+        tile = torch.arange(group.shape[0], device=group.device) - first_tile
+        blocks = -(-k // FP8_GROUP)
+        block = torch.arange(blocks, device=group.device)
+        first = blocks * block_scale_columns(first_tile, group)
+        return (first + tile)[:, None] + block_scale_stride(tiles)[:, None] * block

@@ -254,21 +254,30 @@ def _tile_maxima(exponent: torch.Tensor, left_out: torch.Tensor) -> torch.Tensor
     return candidates.view(-1, TILE_ROWS, exponent.shape[1]).amax(1)
 
 
-def store_tiles(
-    codes: torch.Tensor, target: torch.Tensor, width: int, runs: torch.Tensor, q: torch.Tensor, scales: torch.Tensor
-) -> None:
-    """Write tiles transposed.
+def store_tiles(codes: torch.Tensor, runs: torch.Tensor, q: torch.Tensor) -> None:
+    """Write the codes of tiles transposed.
 
     Args:
         codes: uint8 [tiles * 128, K].
-        target: int32 [tiles, ceil(K / width)], scale exponents, each of `width` columns.
         runs: int64 [tiles, K], where in `q` each column's run of 128 codes lies.
-        q: uint8 [K * padded_rows]. scales: float32 [K, tiles].
+        q: uint8 [K * padded_rows].
     """
     k = codes.shape[1]
     columns = codes.view(-1, TILE_ROWS, k).transpose(1, 2).reshape(-1, TILE_ROWS)
     q.view(-1, TILE_ROWS).index_copy_(0, runs.flatten(), columns)
-    ue8m0.store(target.repeat_interleave(width, dim=1)[:, :k].t(), scales)
+
+
+def store_tile_scales(target: torch.Tensor, width: int, scales: torch.Tensor) -> None:
+    """Write exponents, int32 [tiles, ceil(K / width)], each of `width` columns, as FP32 scales [K, tiles]."""
+    ue8m0.store(target.repeat_interleave(width, dim=1)[:, : scales.shape[0]].t(), scales)
+
+
+def _store_block_scales(target: torch.Tensor, offsets: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write exponents, int32 [tiles, ceil(K / 128)], as scales in layout "blocks" at these offsets."""
+    values = torch.empty(target.shape, dtype=torch.float32, device=target.device)
+    ue8m0.store(target, values)
+    # As bits: FP32 values might be flushed.
+    scales.view(torch.int32).index_copy_(0, offsets.flatten(), values.view(torch.int32).flatten())
 
 
 @torch.no_grad()
@@ -285,8 +294,9 @@ def fp4_row_to_fp8_col(
     """MXFP4 rows to the FP8 column layout (see `columns`), one scale per column per 128 rows of a group.
 
     The rule is `fp4_row_to_fp8_row`'s with FP32 scales, s* being the largest scale byte (0xFF left out) of a
-    32-column block over the tile's rows; all 32 columns get its scale. Padding rows and rows of index -1 are zero
-    codes and take no part in s*; a tile without any scale byte to go by gets 2^-127.
+    32-column block over the tile's rows, or of 128 columns in scale_layout "blocks"; all of them get its scale.
+    Padding rows and rows of index -1 are zero codes and take no part in s*; a tile without any scale byte to go by
+    gets 2^-127.
 
     Args:
         packed: uint8 [M, K/2], K a multiple of 32. Inner stride 1, any row stride, as for all arguments.
@@ -294,12 +304,14 @@ def fp4_row_to_fp8_col(
         group_sizes: int32 [E], rows of each group, zero included; they add up to the rows (M, or R with an index).
             On a GPU that is not checked.
         padded_rows: the sum of the group sizes rounded up to 128 each. If None, a GPU is waited for to learn it.
-        scale_layout: "row", or "gemm" for scales with strides (1, K rounded up to 4) and no exponent under -126.
+        scale_layout: "row"; "gemm" for scales with strides (1, K rounded up to 4) and no exponent under -126; "blocks"
+            for one scale of 128 x 128 codes, none under -126 either, in the layout that `columns` describes.
         index: int32 [R], row r is made from input row index[r]; -1 makes a zero row. None: all rows in order.
         out: (q, scales) to write to and return, q contiguous, as float8_e4m3fn or uint8.
 
     Returns:
-        q float8_e4m3fn [K * padded_rows]; scales float32 [K, padded_rows / 128].
+        q float8_e4m3fn [K * padded_rows]; scales float32 [K, padded_rows / 128], or [n] in layout "blocks" (views of
+        it: `columns.block_scales`).
 
     Raises:
         ValueError: on a wrong shape, dtype, device, stride or index, or (host tensors) sizes that do not add up.
@@ -309,20 +321,30 @@ def fp4_row_to_fp8_col(
     )
     layout = ColumnLayout.of(group_sizes, padded_rows)
     q, out_scales = result[0].view(torch.uint8), result[1]
-    k = out_scales.shape[0]
+    blocks = scales.shape[1]
+    k, shared = MXFP4_BLOCK * blocks, scale_layout == "blocks"
     source, runs = source_rows(layout, index), layout.run_offsets(k)
+    places = layout.block_scale_offsets(k) if shared else None
     lowest = ue8m0.min_exponent(out_scales.dtype, scale_layout)
     for piece in rows.pieces(layout.padded_rows, k, q.device, multiple=TILE_ROWS):
         exponent = ue8m0.exponents(rows.take(scales, source, piece))
         nan = exponent == ue8m0.NAN_EXPONENT
         largest = _tile_maxima(exponent, nan | (source[piece] < 0)[:, None])
+        if shared:
+            largest = rows.pad_columns(largest, BLOCKS_PER_GROUP, _NONE)
+            largest = largest.view(largest.shape[0], -1, BLOCKS_PER_GROUP).amax(-1)
         target = (largest - FP4_TO_FP8_SHIFT).masked_fill_(largest == _NONE, ue8m0.UE8M0_MIN_EXPONENT)
         target.clamp_(min=lowest)
+        of_block = target.repeat_interleave(BLOCKS_PER_GROUP, dim=1)[:, :blocks] if shared else target
         # Zero rows may come to a shift above the highest one; their codes are zero under any.
-        shift = (exponent - target.repeat_interleave(TILE_ROWS, dim=0)).clamp_(max=FP4_TO_FP8_SHIFT)
+        shift = (exponent - of_block.repeat_interleave(TILE_ROWS, dim=0)).clamp_(max=FP4_TO_FP8_SHIFT)
         codes = _fp4_to_fp8_codes(rows.take(packed, source, piece), shift, nan)
         tiles = slice(piece.start // TILE_ROWS, piece.stop // TILE_ROWS)
-        store_tiles(codes, target, MXFP4_BLOCK, runs[tiles], q, out_scales[:, tiles])
+        store_tiles(codes, runs[tiles], q)
+        if places is None:
+            store_tile_scales(target, MXFP4_BLOCK, out_scales[:, tiles])
+        else:
+            _store_block_scales(target, places[tiles], out_scales)
     return result
 
 
@@ -350,12 +372,14 @@ def fp8_row_to_fp8_col(
         group_sizes: int32 [E], rows of each group, zero included; they add up to the rows (M, or R with an index).
             On a GPU that is not checked.
         padded_rows: the sum of the group sizes rounded up to 128 each. If None, a GPU is waited for to learn it.
-        scale_layout: "row", or "gemm" for scales with strides (1, K rounded up to 4) and no exponent under -126.
+        scale_layout: "row"; "gemm" for scales with strides (1, K rounded up to 4) and no exponent under -126; "blocks"
+            for one scale of 128 x 128 codes, none under -126 either, in the layout that `columns` describes.
         index: int32 [R], row r is made from input row index[r]; -1 makes a zero row. None: all rows in order.
         out: (q, scales) to write to and return, q contiguous, as float8_e4m3fn or uint8.
 
     Returns:
-        q float8_e4m3fn [K * padded_rows]; scales float32 [K, padded_rows / 128].
+        q float8_e4m3fn [K * padded_rows]; scales float32 [K, padded_rows / 128], or [n] in layout "blocks" (views of
+        it: `columns.block_scales`).
 
     Raises:
         ValueError: on a wrong shape, dtype, device, stride or index, or (host tensors) sizes that do not add up, a
@@ -370,6 +394,7 @@ def fp8_row_to_fp8_col(
     codes, exponents = q.view(torch.uint8), ue8m0.exponents(scales)
     k, groups = q.shape[1], scales.shape[1]
     source, runs = source_rows(layout, index), layout.run_offsets(k)
+    places = layout.block_scale_offsets(k) if scale_layout == "blocks" else None
     lowest = ue8m0.min_exponent(out_scales.dtype, scale_layout)
     for piece in rows.pieces(layout.padded_rows, groups * FP8_GROUP, q.device, multiple=TILE_ROWS):
         exponent = rows.take(exponents, source, piece)
@@ -382,5 +407,9 @@ def fp8_row_to_fp8_col(
         entry = code.view(-1, groups, FP8_GROUP) + (row << 8)[..., None]
         shifted = table.index_select(0, entry.view(-1)).view(-1, groups * FP8_GROUP)[:, :k]
         tiles = slice(piece.start // TILE_ROWS, piece.stop // TILE_ROWS)
-        store_tiles(shifted.contiguous(), target, FP8_GROUP, runs[tiles], out_q, out_scales[:, tiles])
+        store_tiles(shifted.contiguous(), runs[tiles], out_q)
+        if places is None:
+            store_tile_scales(target, FP8_GROUP, out_scales[:, tiles])
+        else:
+            _store_block_scales(target, places[tiles], out_scales)
     return result

@@ -6,7 +6,7 @@ import torch
 
 from . import checks, rows, ue8m0
 from .columns import TILE_ROWS, ColumnLayout
-from .convert import source_rows, store_tiles
+from .convert import source_rows, store_tile_scales, store_tiles
 from .fp8 import bf16_to_fp8_row
 
 
@@ -56,5 +56,6 @@ def bf16_to_fp8_row_and_col(
         codes, column_scales = bf16_to_fp8_row(values.reshape(-1, TILE_ROWS).contiguous(), scale_layout=scale_layout)
         exponents = ue8m0.exponents(column_scales).view(-1, k)
         codes = codes.view(torch.uint8).view(-1, k, TILE_ROWS).transpose(1, 2).reshape(-1, k)
-        store_tiles(codes, exponents, 1, runs[tiles], q, scales[:, tiles])
+        store_tiles(codes, runs[tiles], q)
+        store_tile_scales(exponents, 1, scales[:, tiles])
     return row_out, column_out

@@ -25,11 +25,13 @@ SCALE_DTYPES = (torch.float32, torch.uint8)
 # How scales of FP8 rows lie in memory. "gemm" is what Hopper's FP8 GEMM libraries read as it is: FP32, those of one
 # group of consecutive rows side by side, 16 bytes aligned. They flush subnormal numbers: scales are normal ones.
 SCALE_LAYOUTS = ("row", "gemm")
+# Of columns that are made from rows, also one for 128 x 128 codes (see `columns`), normal as well.
+COLUMN_SCALE_LAYOUTS = (*SCALE_LAYOUTS, "blocks")
 
 
 def min_exponent(dtype: torch.dtype, scale_layout: str = "row") -> int:
     """Lowest exponent a scale of `dtype` (uint8 for UE8M0, or float32) can hold in a layout."""
-    if scale_layout == "gemm":
+    if scale_layout != "row":
         return FP32_MIN_NORMAL_EXPONENT
     return UE8M0_MIN_EXPONENT if dtype == torch.uint8 else FP32_MIN_EXPONENT
 

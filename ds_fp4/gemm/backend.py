@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from ds_fp4.formats import FP8_GROUP
+from ds_fp4.formats.columns import block_scales, block_scales_size
 
 from .groups import Groups
 
@@ -50,9 +50,14 @@ class Backend:
     """Grouped GEMMs of FP8 operands whose scales are powers of two, one way of computing them.
 
     A subclass defines `name`, `_grouped_gemm`, `_weight_gradient` and `check_shape`.
+
+    Attributes:
+        column_scales: the `scale_layout` that `weight_gradient` is best given where a conversion has a choice: "gemm",
+            or "blocks" of a backend that takes both.
     """
 
     name: str
+    column_scales = "gemm"
 
     def grouped_gemm(self, a: Pair, b: Pair, groups: Groups) -> torch.Tensor:
         """Each expert's rows times its weight: out[r] = a[r] @ b[expert of r]^T, summed in FP32, rounded once.
@@ -92,8 +97,9 @@ class Backend:
 
         Args:
             a: FP8 columns of the output gradient: E4M3 1-D [N*P], for each expert a row-major block [N, p_e]; FP32
-                scales [N, P/128] with strides (1, align4(N)). Padding must be zero codes with finite scales.
-            b: FP8 columns of the input, the same with K for N.
+                scales [N, P/128] with strides (1, align4(N)), or one for 128 columns in layout "blocks"
+                (`formats.columns`). Padding must be zero codes with finite scales.
+            b: FP8 columns of the input, the same with K for N. Only one of the two may have scales in "blocks".
             groups: of E experts, P rows in all.
             outs: contiguous BF16 or FP32 tensors [E, N_i, K] of one dtype, sum of N_i = N (w1 and w3, or w2 alone).
                 Every element is written, zeros for an expert without rows.
@@ -102,16 +108,19 @@ class Backend:
             ValueError: on a wrong shape, dtype, device or stride, or a shape that the library cannot do.
         """
         rows, experts = groups.padded_rows, len(groups.sizes)
-        for name, pair in (("a", a), ("b", b)):
-            if pair[1].dim() != 2:
-                raise ValueError(f"{name}'s scales must be [columns, rows/128], got {list(pair[1].shape)}")
-        n, k = a[1].shape[0], b[1].shape[0]
         device = a[0].device
+        n, k = self._check_outs(outs, experts, device)
         groups.check(experts, device)
         for name, pair, width in (("a", a, n), ("b", b, k)):
-            _check_pair(name, pair, (width * rows,), (width, rows // FP8_GROUP), device)
-            _check_scale_strides(name, pair[1])
-        self._check_outs(outs, experts, n, k, device)
+            if pair[1].dim() == 1 and self.column_scales == "blocks":
+                _check_pair(name, pair, (width * rows,), (block_scales_size(width, rows, experts),), device)
+                if not pair[1].is_contiguous():
+                    raise ValueError(f"{name}'s scales must be contiguous, got strides {tuple(pair[1].stride())}")
+            else:
+                _check_pair(name, pair, (width * rows,), (width, rows // FP8_GROUP), device)
+                _check_scale_strides(name, pair[1])
+        if a[1].dim() == 1:
+            self._check_block_scales_of_a(b, outs)
         for out in outs:
             self.check_shape("weight_gradient", out.shape[1], k)
         for expert, size in enumerate(groups.sizes):
@@ -122,12 +131,21 @@ class Backend:
             self._weight_gradient(a, b, groups, outs)
 
     @staticmethod
-    def _check_outs(outs: Sequence[torch.Tensor], experts: int, n: int, k: int, device: torch.device) -> None:
-        if not outs or sum(out.shape[1] if out.dim() == 3 else -1 for out in outs) != n:
+    def _check_block_scales_of_a(b: Pair, outs: Sequence[torch.Tensor]) -> None:
+        if b[1].dim() == 1:
+            raise ValueError("one of a and b may have a scale for 128 columns, got both: convert one to layout 'gemm'")
+        if any(out.shape[1] % FP8_GROUP for out in outs[:-1]):
             raise ValueError(
-                f"outs must be tensors [experts, N_i, K] whose N_i sum to a's {n} columns, got "
-                f"{[list(out.shape) for out in outs]}"
+                f"where 128 columns of a share a scale, outs must divide them at multiples of {FP8_GROUP}, got "
+                f"{[out.shape[1] for out in outs]}: convert a to layout 'gemm'"
             )
+
+    @staticmethod
+    def _check_outs(outs: Sequence[torch.Tensor], experts: int, device: torch.device) -> tuple[int, int]:
+        """N, the sum of N_i, and K."""
+        if not outs or any(out.dim() != 3 for out in outs):
+            raise ValueError(f"outs must be tensors [experts, N_i, K], got {[list(out.shape) for out in outs]}")
+        n, k = sum(out.shape[1] for out in outs), outs[0].shape[2]
         for out in outs:
             if (
                 tuple(out.shape) != (experts, out.shape[1], k)
@@ -140,6 +158,7 @@ class Backend:
                     f"outs must be contiguous [{experts}, N_i, {k}] on {device}, all bfloat16 or all float32, got "
                     f"{out.dtype} {list(out.shape)} with strides {tuple(out.stride())} on {out.device}"
                 )
+        return n, k
 
     def check_shape(self, gemm: str, n: int, k: int) -> None:
         """ValueError if the library cannot do `gemm` ("forward" or "weight_gradient") with an N x K weight."""
@@ -155,29 +174,6 @@ class Backend:
     def _weight_gradient(self, a: Pair, b: Pair, groups: Groups, outs: Sequence[torch.Tensor]) -> None:
         """`weight_gradient` of checked arguments with rows; zeros for experts without rows are written."""
         raise NotImplementedError
-
-
-class Columns(NamedTuple):
-    """One expert's block of FP8 columns: E4M3 [width, p_e], FP32 scales [width, p_e/128]; views."""
-
-    expert: int
-    first_tile: int
-    q: torch.Tensor
-    scales: torch.Tensor
-
-
-def expert_columns(pair: Pair, groups: Groups) -> list[Columns]:
-    """The blocks of the experts that have rows."""
-    q, scales = pair
-    width, blocks, start = scales.shape[0], [], 0
-    for expert, size in enumerate(groups.sizes):
-        if size:
-            block = q[width * start : width * (start + size)].view(width, size)
-            first_tile = start // FP8_GROUP
-            tiles = scales[:, first_tile : first_tile + size // FP8_GROUP]
-            blocks.append(Columns(expert, first_tile, block, tiles))
-        start += size
-    return blocks
 
 
 def try_out(backend: Backend, gemm: str, device: torch.device) -> None:
@@ -202,11 +198,16 @@ def try_out(backend: Backend, gemm: str, device: torch.device) -> None:
         expected = each.repeat_interleave(torch.tensor(sizes))[:, None].expand(rows, n)
     else:
         tiles = 2.0 ** torch.arange(rows // FP8_GROUP)
+        of_each = tiles.split([size // FP8_GROUP for size in sizes])
         a, b = (_ones((width * rows,), tiles.expand(width, -1), device) for width in (n, k))
-        got = torch.full((len(sizes), n, k), torch.nan, dtype=torch.bfloat16, device=device)
-        backend.weight_gradient(a, b, groups, (got,))
-        parts = (tiles * tiles).split([size // FP8_GROUP for size in sizes])
-        expected = torch.stack([FP8_GROUP * part.sum() for part in parts])[:, None, None].expand(got.shape)
+        pairs = [(a, b)]
+        if backend.column_scales == "blocks":
+            a_shared, b_shared = ((q, _shared(of_each, width, sizes, device)) for (q, _), width in ((a, n), (b, k)))
+            pairs += [(a_shared, b), (a, b_shared)]
+        got = torch.full((len(pairs), len(sizes), n, k), torch.nan, dtype=torch.bfloat16, device=device)
+        for pair, out in zip(pairs, got, strict=True):
+            backend.weight_gradient(*pair, groups, (out,))
+        expected = torch.stack([FP8_GROUP * (part * part).sum() for part in of_each])[:, None, None].expand(got.shape)
     if not torch.equal(got.cpu().float(), expected.bfloat16().float()):
         raise RuntimeError(f"a {gemm} GEMM of ones gave wrong numbers")
 
@@ -215,3 +216,11 @@ def _ones(shape: tuple[int, ...], scales: torch.Tensor, device: torch.device) ->
     """Codes of 1, and scales with the strides of a GEMM operand."""
     codes = torch.ones(shape, device=device).to(torch.float8_e4m3fn)
     return codes, scales.to(device).transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def _shared(tiles: Sequence[torch.Tensor], width: int, sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Scales in layout "blocks", each expert's the same for all columns; what lies between is NaN."""
+    scales = torch.full((block_scales_size(width, sum(sizes), len(sizes)),), torch.nan)
+    for block, values in zip(block_scales(scales, width, sizes), tiles, strict=True):
+        block[:] = values
+    return scales.to(device)

@@ -27,8 +27,6 @@ MIN_VERSION = 120900
 # What GEMMs take turns on: the last wave of one leaves multiprocessors idle, and the next one can have them at once.
 # Three and four streams were no faster than two.
 STREAMS = 2
-# What torch gives cuBLASLt on Hopper, shared out.
-WORKSPACE_BYTES = 32 * 2**20 // STREAMS
 # Bytes: what it wants of FP8 operands, their results and scales; and its heuristic's default.
 MIN_ALIGNMENT, MAX_ALIGNMENT = 16, 256
 
@@ -44,7 +42,7 @@ _TRANSPOSED = 1
 # cublasLtMatmulDescAttributes_t
 _TRANSPOSE_A, _SCALE_POINTER_A, _SCALE_POINTER_B, _SCALE_MODE_A, _SCALE_MODE_B = 3, 17, 18, 31, 32
 # cublasLtMatmulPreferenceAttributes_t
-_MAX_WORKSPACE, _ALIGNMENT_A, _ALIGNMENT_B, _ALIGNMENT_C, _ALIGNMENT_D = 1, 5, 6, 7, 8
+_ALIGNMENT_A, _ALIGNMENT_B, _ALIGNMENT_C, _ALIGNMENT_D = 5, 6, 7, 8
 
 
 class _Algorithm(ctypes.Structure):
@@ -71,13 +69,14 @@ class _Plan(NamedTuple):
     a: c_void_p
     b: c_void_p
     out: c_void_p
-    algorithm: _Algorithm
+    algorithm: object  # a reference to an _Algorithm
 
 
+_SET = "cublasLtMatmulDescSetAttribute"
 _SIGNATURES = {
     "cublasLtCreate": [POINTER(c_void_p)],
     "cublasLtMatmulDescCreate": [POINTER(c_void_p), c_int, c_int],
-    "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    _SET: [c_void_p, c_int, c_void_p, c_size_t],
     "cublasLtMatrixLayoutCreate": [POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64],
     "cublasLtMatmulPreferenceCreate": [POINTER(c_void_p)],
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
@@ -112,6 +111,10 @@ class CublasLt:
         for function, signature in _SIGNATURES.items():
             getattr(self._library, function).argtypes = signature
             getattr(self._library, function).restype = c_int
+        # Their status is for the caller to look at.
+        self.find = self._library.cublasLtMatmulAlgoGetHeuristic
+        self.set = getattr(self._library, _SET)
+        self.matmul = self._library.cublasLtMatmul
 
     def call(self, function: str, *args: object) -> None:
         """RuntimeError with cuBLAS's words if `function` fails."""
@@ -129,26 +132,21 @@ class CublasLt:
         self.call(function, byref(made), *args)
         return made
 
-    def find(self, *args: object) -> int:
-        """cublasLtMatmulAlgoGetHeuristic's status."""
-        return self._library.cublasLtMatmulAlgoGetHeuristic(*args)
-
-    def matmul(self, *args: object) -> int:
-        """cublasLtMatmul's status."""
-        return self._library.cublasLtMatmul(*args)
-
 
 class ScaledMatmul:
-    """out [M, N] = a [M, K] @ b [N, K]^T with 1 x 128 scales of a; sums are FP32 throughout.
+    """out [M, N] = a [M, K] @ b [N, K]^T; sums are FP32 throughout.
 
-    Made for one device, one kind of scales of b, and one dtype of `out`.
+    Made for one device, one kind of scales of each operand, and one dtype of `out`. It works without a workspace: what
+    cuBLAS would do with one is to count tiles there, from a zero that it sets before each GEMM, and no faster.
 
     Args:
-        b_scaling: SCALE_1X128 or SCALE_128X128.
+        a_scaling, b_scaling: SCALE_1X128 or SCALE_128X128, the latter of one of them at most.
         out_dtype: bfloat16 or float32.
     """
 
-    def __init__(self, library: CublasLt, device: torch.device, b_scaling: int, out_dtype: torch.dtype) -> None:
+    def __init__(
+        self, library: CublasLt, device: torch.device, a_scaling: int, b_scaling: int, out_dtype: torch.dtype
+    ) -> None:
         self._library, self._device, self._out_dtype = library, device, out_dtype
         with torch.cuda.device(device):
             self._handle = library.make("cublasLtCreate")
@@ -157,11 +155,14 @@ class ScaledMatmul:
         for attribute, value in (
             (_TRANSPOSE_A, _TRANSPOSED),
             (_SCALE_MODE_A, b_scaling),
-            (_SCALE_MODE_B, SCALE_1X128),
+            (_SCALE_MODE_B, a_scaling),
         ):
-            self._set(attribute, c_int32(value))
-        self._scales_of_a, self._scales_of_b = c_void_p(), c_void_p()
-        self._one, self._zero = c_float(1.0), c_float(0.0)
+            library.call(_SET, *self._attribute(attribute, c_int32(value)))
+        self._a_scales, self._b_scales = c_void_p(), c_void_p()
+        # What a launch passes each time, made once: with an expert's GEMM in 15 us every one counts.
+        self._set_a_scales = self._attribute(_SCALE_POINTER_B, self._a_scales)
+        self._set_b_scales = self._attribute(_SCALE_POINTER_A, self._b_scales)
+        self._one, self._zero = byref(c_float(1.0)), byref(c_float(0.0))
         self._plans: dict[tuple[int, ...], _Plan] = {}
         # The streams beside each stream that this was called on: callers do not come to wait for each other.
         self._beside: dict[int, list[torch.cuda.Stream]] = {}
@@ -179,8 +180,9 @@ class ScaledMatmul:
         launch:
 
         a, b: E4M3 [M, K] and [N, K], rows one after the other.
-        a_scales: FP32 [M, K/128] with strides (1, M).
-        b_scales: the same for b, or FP32 [N/128, K/128] whose rows lie a multiple of four values apart.
+        a_scales: FP32 [M, K/128] with strides (1, M); or [ceil(M/128), K/128] with rows of K/128 values rounded up to
+            a multiple of four.
+        b_scales: the same of b.
         out: [M, N], rows one after the other.
         shape: (M, N, K).
 
@@ -189,18 +191,14 @@ class ScaledMatmul:
         """
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream(self._device)
-            # The allocator may hand it out again, in this stream's order, once this is closed.
-            workspace = torch.empty(STREAMS * WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-            places = range(workspace.data_ptr(), workspace.data_ptr() + workspace.numel(), WORKSPACE_BYTES)
             others = self._beside.get(current.cuda_stream)
             if others is None:
                 others = [torch.cuda.Stream(self._device) for _ in range(STREAMS - 1)]
                 others = self._beside.setdefault(current.cuda_stream, others)
-            streams = [stream.cuda_stream for stream in (current, *others)]
-            turns = itertools.cycle(zip(places, streams, strict=True))
+            streams = itertools.cycle(stream.cuda_stream for stream in (current, *others))
 
             def launch(a: int, a_scales: int, b: int, b_scales: int, out: int, shape: tuple[int, int, int]) -> None:
-                self._launch(a, a_scales, b, b_scales, out, shape, *next(turns))
+                self._launch(a, a_scales, b, b_scales, out, shape, next(streams))
 
             for stream in others:
                 stream.wait_stream(current)
@@ -218,7 +216,6 @@ class ScaledMatmul:
         b_scales: int,
         out: int,
         shape: tuple[int, int, int],
-        workspace: int,
         stream: int,
     ) -> None:
         if (a | a_scales | b | b_scales | out) % MIN_ALIGNMENT:
@@ -230,25 +227,25 @@ class ScaledMatmul:
             )
         alignment = _alignment(a | b | out)
         with self._lock:  # the pointers go through the one descriptor
-            self._scales_of_a.value, self._scales_of_b.value = a_scales, b_scales
-            self._set(_SCALE_POINTER_A, self._scales_of_b)
-            self._set(_SCALE_POINTER_B, self._scales_of_a)
+            self._a_scales.value, self._b_scales.value = a_scales, b_scales
+            status = self._library.set(*self._set_a_scales) or self._library.set(*self._set_b_scales)
+            if status:
+                self._library.fail(_SET, status)
             plan = self._plans.get((*shape, alignment))
             if plan is None:
                 plan = self._plans[(*shape, alignment)] = self._make_plan(shape, alignment)
             status = self._library.matmul(
                 self._handle, self._operation,
-                byref(self._one), b, plan.b, a, plan.a,
-                byref(self._zero), out, plan.out, out, plan.out,
-                byref(plan.algorithm), workspace, WORKSPACE_BYTES, stream,
+                self._one, b, plan.b, a, plan.a,
+                self._zero, out, plan.out, out, plan.out,
+                plan.algorithm, None, 0, stream,
             )  # fmt: skip
         if status:
             self._library.fail(f"cublasLtMatmul of (M, N, K) = {shape}", status)
 
-    def _set(self, attribute: int, value: ctypes._SimpleCData) -> None:
-        self._library.call(
-            "cublasLtMatmulDescSetAttribute", self._operation, attribute, byref(value), ctypes.sizeof(value)
-        )
+    def _attribute(self, attribute: int, value: ctypes._SimpleCData) -> tuple:
+        """Arguments that set an attribute of the operation to what `value` then holds."""
+        return self._operation, attribute, byref(value), ctypes.sizeof(value)
 
     def _make_plan(self, shape: tuple[int, int, int], alignment: int) -> _Plan:
         m, n, k = shape
@@ -261,7 +258,6 @@ class ScaledMatmul:
         found, count = _Heuristic(), c_int(0)
         try:
             for attribute, value in (
-                (_MAX_WORKSPACE, c_uint64(WORKSPACE_BYTES)),
                 (_ALIGNMENT_A, c_uint32(alignment)),
                 (_ALIGNMENT_B, c_uint32(alignment)),
                 (_ALIGNMENT_C, c_uint32(alignment)),
@@ -277,7 +273,7 @@ class ScaledMatmul:
             self._library.fail(f"cublasLtMatmulAlgoGetHeuristic of (M, N, K) = {shape}", status or found.state)
         if not count.value:
             raise RuntimeError(f"cuBLASLt has no algorithm for (M, N, K) = {shape} on {self._device}")
-        return _Plan(a, b, out, found.algorithm)
+        return _Plan(a, b, out, byref(found.algorithm))
 
 
 def _alignment(address: int) -> int:

@@ -8,13 +8,13 @@ and summed in FP32, and rounded once to the output's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from ds_fp4.formats import FP8_GROUP
+from ds_fp4.formats import FP8_GROUP, block_scales
 
-from .backend import Backend, Pair, expert_columns
+from .backend import Backend, Pair
 from .groups import Groups
 
 
@@ -29,6 +29,7 @@ class EmulationBackend(Backend):
     """Plain PyTorch; any shape, any device."""
 
     name = "emulation"
+    column_scales = "blocks"
 
     def describe(self) -> str:
         return f"plain PyTorch {torch.__version__}, operands decoded to FP32"
@@ -47,9 +48,24 @@ class EmulationBackend(Backend):
 
     @torch.no_grad()
     def _weight_gradient(self, a: Pair, b: Pair, groups: Groups, outs: Sequence[torch.Tensor]) -> None:
-        for left, right in zip(expert_columns(a, groups), expert_columns(b, groups), strict=True):
-            with torch.autocast(a[0].device.type, enabled=False):
-                gradient = decode(left.q, left.scales) @ decode(right.q, right.scales).t()
-            parts = gradient.split([out.shape[1] for out in outs])
-            for out, part in zip(outs, parts, strict=True):
-                out[left.expert] = part
+        widths, k = [out.shape[1] for out in outs], outs[0].shape[2]
+        blocks = zip(_decoded_columns(a, groups, sum(widths)), _decoded_columns(b, groups, k), strict=True)
+        for expert, (left, right) in enumerate(blocks):
+            if groups.sizes[expert]:
+                with torch.autocast(a[0].device.type, enabled=False):
+                    gradient = left @ right.t()
+                for out, part in zip(outs, gradient.split(widths), strict=True):
+                    out[expert] = part
+
+
+def _decoded_columns(pair: Pair, groups: Groups, width: int) -> Iterator[torch.Tensor]:
+    """FP32 [width, p_e] of each expert."""
+    q, scales = pair
+    shared = scales.dim() == 1
+    if shared:
+        tiles = block_scales(scales, width, groups.sizes)
+    else:
+        tiles = scales.split([size // FP8_GROUP for size in groups.sizes], dim=1)
+    codes = q.split([width * size for size in groups.sizes])
+    for block, block_tiles, size in zip(codes, tiles, groups.sizes, strict=True):
+        yield decode(block.view(width, size), block_tiles, FP8_GROUP if shared else 1)

@@ -57,6 +57,8 @@ struct ColumnTile {
     int column;      // first column
     int row;         // first row
     int rows;        // rows that are no padding, 1 to 128; 0 or less: there is no such tile
+    int group;       // that it belongs to
+    int first_tile;  // of the group
     int64 run;       // where in the output this tile's codes of column 0 begin
     int run_stride;  // from column to column: the group's rows, padded
 };
@@ -79,7 +81,7 @@ DS_FP4_DEVICE void find_tile(const Columns& p, ColumnTile& result) {
 
     const int lane = threadIdx.x % kLanes, groups = static_cast<int>(p.groups);
     int first_row = 0, first_tile = 0;  // of the first of 32 groups, then of the tile's own
-    int size = 0;
+    int group = 0, size = 0;
     for (int base = 0; base < groups; base += kLanes) {
         const int own_size = base + lane < groups ? __ldg(p.group_sizes + base + lane) : 0;
         const int own_tiles = (own_size + kTokens - 1) / kTokens;
@@ -95,6 +97,7 @@ DS_FP4_DEVICE void find_tile(const Columns& p, ColumnTile& result) {
             first_row += __reduce_add_sync(kAllLanes, lane < own ? own_size : 0);
             first_tile += __shfl_sync(kAllLanes, end - own_tiles, own);
             size = __shfl_sync(kAllLanes, own_size, own);
+            group = base + own;
             break;
         }
         first_row += __reduce_add_sync(kAllLanes, own_size);
@@ -106,6 +109,8 @@ DS_FP4_DEVICE void find_tile(const Columns& p, ColumnTile& result) {
         result.column = static_cast<int>(column_tile) * kColumns;
         result.row = first_row + tile_in_group * kTokens;
         result.rows = min(size - tile_in_group * kTokens, kTokens);
+        result.group = group;
+        result.first_tile = first_tile;
         result.run = (p.width * first_tile + tile_in_group) * kTokens;
         result.run_stride = (size + kTokens - 1) / kTokens * kTokens;
         if (result.rows > 0 &&
@@ -213,6 +218,16 @@ DS_FP4_DEVICE void store_columns(const Columns& p, const ColumnTile& tile, const
     __syncthreads();
     q = row_of(q + tile.run, tile.column, tile.run_stride);
     store_staged<kVector, kWidth>(staging, q, tile.run_stride, static_cast<int>(p.width) - tile.column, kTokens);
+}
+
+// The one FP32 scale of a tile's 128 columns from `column` on, in layout "blocks" of ds_fp4/formats/columns.py.
+DS_FP4_DEVICE void store_block_scale(const Columns& p, const ColumnTile& tile, int column, char* base, int exponent) {
+    constexpr int kAlignment = 4;  // values
+    const auto align = [](int tiles) { return (tiles + kAlignment - 1) / kAlignment * kAlignment; };
+    const int64 blocks = (p.width + kFp8Group - 1) / kFp8Group;
+    const int64 group = blocks * (align(tile.first_tile) + static_cast<int64>(kAlignment) * tile.group);
+    const int64 row = static_cast<int64>(column / kFp8Group) * align(tile.run_stride / kTokens);
+    reinterpret_cast<uint32*>(base)[group + row + tile.tile - tile.first_tile] = fp32_power_bits(exponent);
 }
 
 }  // namespace ds_fp4

@@ -2,8 +2,8 @@
 // ds_fp4 Team
 //
 // MXFP4 rows to FP8 columns, bitwise: one scale per column per 128 rows, 2^-6 of the largest scale in the column's
-// 32-column block. Reads K/2 bytes of codes and K/32 scale bytes a row, writes K codes a padded row and K scales a
-// tile.
+// 32-column block, or one per 128 columns. Reads K/2 bytes of codes and K/32 scale bytes a row, writes K codes a
+// padded row and K or ceil(K/128) scales a tile.
 #pragma once
 
 #include "column_tiles.cuh"
@@ -17,17 +17,19 @@ struct fp4_row_to_fp8_col_params {
     const uint8* block_scales;
     int64 block_scales_stride;
     uint8* q;
-    Scales scales;  // a "row" is a column, a "group" a tile
+    Scales scales;  // a "row" is a column, a "group" a tile; in layout "blocks" its strides are not used
 };
 
 // Tables for shifts from -14, where all codes are zero, to 6; then that of NaN.
 constexpr int kLowestTable = -14;
 constexpr int kNanTable = kFp4ToFp8Shift - kLowestTable + 1;
 
-template <bool kVector>
+// kShared: whether 128 columns share a scale, in layout "blocks".
+template <bool kShared, bool kVector>
 __global__ void __launch_bounds__(kThreads, kVector ? 3 : 2) fp4_row_to_fp8_col(const fp4_row_to_fp8_col_params p) {
     constexpr int kWidth = 8;  // 4 bytes a token and lane
     constexpr int kColumns = kLanes * kWidth, kBlocks = kColumns / kMxfp4Block, kBlockLanes = kMxfp4Block / kWidth;
+    constexpr int kSharing = kShared ? kFp8Group / kMxfp4Block : 1;  // blocks of one scale
     constexpr int kScalesAThread = kBlocks * kTokens / kThreads;
     constexpr int kScaleWarps = kTokens / kLanes;
     __shared__ uint4 staging[kColumns * kPieces];
@@ -76,8 +78,12 @@ __global__ void __launch_bounds__(kThreads, kVector ? 3 : 2) fp4_row_to_fp8_col(
     }
     __syncthreads();
     const auto exponent_of = [&](int block) {
-        const uint4 four = largest[block];
-        const uint32 most = larger(larger(four.x, four.y), larger(four.z, four.w));
+        uint32 most = 0;
+#pragma unroll
+        for (int i = 0; i < kSharing; ++i) {
+            const uint4 four = largest[block / kSharing * kSharing + i];
+            most = larger(most, larger(larger(four.x, four.y), larger(four.z, four.w)));
+        }
         const int wanted = most == 0 ? kEmptyScale : static_cast<int>(most) - 1 - kFp4ToFp8Shift;
         return larger(wanted, static_cast<int>(p.scales.lowest));
     };
@@ -107,8 +113,15 @@ __global__ void __launch_bounds__(kThreads, kVector ? 3 : 2) fp4_row_to_fp8_col(
         }
     }
     store_columns<kVector>(p.columns, tile, piece, staging, p.q);
-    if (static_cast<int>(threadIdx.x) < columns) {
-        store_scale(p.scales, tile.column + threadIdx.x, tile.tile, exponent_of(threadIdx.x / kMxfp4Block));
+    const int thread = static_cast<int>(threadIdx.x);
+    if constexpr (kShared) {
+        const int column = thread * kFp8Group;
+        if (thread < kColumns / kFp8Group && column < columns) {
+            const int exponent = exponent_of(thread * kSharing);
+            store_block_scale(p.columns, tile, tile.column + column, p.scales.base, exponent);
+        }
+    } else if (thread < columns) {
+        store_scale(p.scales, tile.column + thread, tile.tile, exponent_of(thread / kMxfp4Block));
     }
 }
 

@@ -2,7 +2,8 @@
 // ds_fp4 Team
 //
 // FP8 rows to FP8 columns: one scale per column per 128 rows, the largest of the rows' scales; codes are shifted to
-// it. Reads K codes and ceil(K/128) scales a row, writes K codes a padded row and K scales a tile.
+// it. Since 128 columns have the same in every row, it may be stored once for them. Reads K codes and ceil(K/128)
+// scales a row, writes K codes a padded row and K or ceil(K/128) scales a tile.
 #pragma once
 
 #include "column_tiles.cuh"
@@ -16,11 +17,11 @@ struct fp8_row_to_fp8_col_params {
     const char* source_scales;
     int64 source_scales_stride;
     uint8* q;
-    Scales scales;  // a "row" is a column, a "group" a tile
+    Scales scales;  // a "row" is a column, a "group" a tile; in layout "blocks" its strides are not used
 };
 
-// kFp32: whether the rows' scales are FP32; else UE8M0.
-template <bool kFp32, bool kVector>
+// kFp32: whether the rows' scales are FP32; else UE8M0. kShared: whether scales are stored in layout "blocks".
+template <bool kFp32, bool kShared, bool kVector>
 __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp8_col(const fp8_row_to_fp8_col_params p) {
     constexpr int kWidth = 4;  // a tile's columns are one group of the rows: its 128 scales are one a token
     static_assert(kLanes * kWidth == kFp8Group, "one scale a token");
@@ -82,7 +83,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) fp8_row_to_fp8_col(const
         }
     }
     store_columns<kVector>(p.columns, tile, piece, staging, p.q);
-    if (threadIdx.x < kFp8Group && tile.column + static_cast<int>(threadIdx.x) < static_cast<int>(p.columns.width)) {
+    if constexpr (kShared) {
+        if (threadIdx.x == 0) {
+            store_block_scale(p.columns, tile, tile.column, p.scales.base, target);
+        }
+    } else if (threadIdx.x < kFp8Group &&
+               tile.column + static_cast<int>(threadIdx.x) < static_cast<int>(p.columns.width)) {
         store_scale(p.scales, tile.column + threadIdx.x, tile.tile, target);
     }
 }

@@ -32,16 +32,21 @@ namespace ds_fp4 {
 #define DS_FP4_FP8_KERNEL(kernel)                                                                           \
     DS_FP4_ENTRY(kernel<true, true>), DS_FP4_ENTRY(kernel<true, false>), DS_FP4_ENTRY(kernel<false, true>), \
         DS_FP4_ENTRY(kernel<false, false>)
+#define DS_FP4_FP8_COL_KERNEL(kernel)                                                      \
+    DS_FP4_ENTRY(kernel<true, true, true>), DS_FP4_ENTRY(kernel<true, true, false>),       \
+        DS_FP4_ENTRY(kernel<true, false, true>), DS_FP4_ENTRY(kernel<true, false, false>), \
+        DS_FP4_ENTRY(kernel<false, true, true>), DS_FP4_ENTRY(kernel<false, true, false>), \
+        DS_FP4_ENTRY(kernel<false, false, true>), DS_FP4_ENTRY(kernel<false, false, false>)
 
 const std::vector<KernelEntry>& kernel_table() {
     static const std::vector<KernelEntry> table = [] {
         std::vector<KernelEntry> all = {
-            DS_FP4_ROW_KERNEL(bf16_to_fp4_row),    DS_FP4_ROW_KERNEL(fp4_row_to_bf16),
-            DS_FP4_ROW_KERNEL(bf16_to_fp8_row),    DS_FP4_ROW_KERNEL(fp8_row_to_bf16),
-            DS_FP4_FP4_KERNEL(fp4_row_to_fp8_row), DS_FP4_FP8_TO_FP4_KERNEL(fp8_row_to_fp4_row),
-            DS_FP4_FP8_KERNEL(fp8_row_to_fp8_row), DS_FP4_FP4_KERNEL(fp4_row_to_fp8_col),
-            DS_FP4_FP8_KERNEL(fp8_row_to_fp8_col), DS_FP4_ROW_KERNEL(bf16_to_fp8_row_and_col),
-            DS_FP4_ROW_KERNEL(weight_to_fp8),      DS_FP4_ENTRY(split_weight_gradient<>),
+            DS_FP4_ROW_KERNEL(bf16_to_fp4_row),        DS_FP4_ROW_KERNEL(fp4_row_to_bf16),
+            DS_FP4_ROW_KERNEL(bf16_to_fp8_row),        DS_FP4_ROW_KERNEL(fp8_row_to_bf16),
+            DS_FP4_FP4_KERNEL(fp4_row_to_fp8_row),     DS_FP4_FP8_TO_FP4_KERNEL(fp8_row_to_fp4_row),
+            DS_FP4_FP8_KERNEL(fp8_row_to_fp8_row),     DS_FP4_FP8_KERNEL(fp4_row_to_fp8_col),
+            DS_FP4_FP8_COL_KERNEL(fp8_row_to_fp8_col), DS_FP4_ROW_KERNEL(bf16_to_fp8_row_and_col),
+            DS_FP4_ROW_KERNEL(weight_to_fp8),          DS_FP4_ENTRY(split_weight_gradient<>),
         };
         const std::vector<KernelEntry> fused = fused_kernel_table();
         all.insert(all.end(), fused.begin(), fused.end());

@@ -46,7 +46,7 @@ class ExactRecords(RecordFormat):
     def gemm_rows(self, records: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _sums(self.rows(records), order[:, None]), None
 
-    def gemm_columns(self, records: torch.Tensor, order: torch.Tensor, padded_sizes: torch.Tensor):
+    def gemm_columns(self, records: torch.Tensor, order: torch.Tensor, padded_sizes: torch.Tensor, scale_layout: str):
         return self.gemm_rows(records, order)
 
 
@@ -57,6 +57,8 @@ def _sums(rows: torch.Tensor, lists: torch.Tensor) -> torch.Tensor:
 
 class ExactCompute:
     """FP32 in place of FP8; operands are (tensor, None), columns are rows."""
+
+    column_scales = "gemm"
 
     def __init__(self, spec, recomputes_gate_up: bool) -> None:
         self._activation = (spec.activation, spec.alpha, spec.limit)

@@ -103,19 +103,20 @@ def test_fp8_row_to_bf16(rows, k, seed, dtype, index, source, aligned):
 # ---- columns ----
 
 layouts = st.sampled_from(["row", "gemm"])
+column_layouts = st.sampled_from(["row", "gemm", "blocks"])
 column_indices = st.sampled_from(COLUMN_INDICES)
 
 
 @sweep
-@given(strategies.group_sizes(), fp4_widths, seeds, column_indices, layouts, aligned, spreads, st.booleans())
+@given(strategies.group_sizes(), fp4_widths, seeds, column_indices, column_layouts, aligned, spreads, st.booleans())
 def test_fp4_row_to_fp8_col(sizes, k, seed, index, layout, aligned, spread, known):
     checks.check_fp4_row_to_fp8_col("cuda", sizes, k, seed, index, layout, aligned, spread, known)
 
 
 @sweep
 @given(
-    strategies.group_sizes(), fp8_widths, seeds, column_indices, st.sampled_from(SOURCES), layouts, aligned, spreads,
-    st.booleans(),
+    strategies.group_sizes(), fp8_widths, seeds, column_indices, st.sampled_from(SOURCES), column_layouts, aligned,
+    spreads, st.booleans(),
 )  # fmt: skip
 def test_fp8_row_to_fp8_col(sizes, k, seed, index, source, layout, aligned, spread, known):
     checks.check_fp8_row_to_fp8_col("cuda", sizes, k, seed, index, source, layout, aligned, spread, known)
@@ -133,8 +134,9 @@ def test_bf16_to_fp8_row_and_col(kind, sizes, k, seed, dtype, index, layout, ali
 def test_many_groups():
     for seed, groups in enumerate((31, 33, 256, 300)):
         sizes = checks.sizes_for(3000, groups, seed)
-        checks.check_fp4_row_to_fp8_col("cuda", sizes, 288, seed, "random", "gemm")
-        checks.check_fp8_row_to_fp8_col("cuda", sizes, 256, seed, "none", torch.uint8, "gemm")
+        for layout in ("gemm", "blocks"):
+            checks.check_fp4_row_to_fp8_col("cuda", sizes, 288, seed, "random", layout)
+            checks.check_fp8_row_to_fp8_col("cuda", sizes, 256, seed, "none", torch.uint8, layout)
         checks.check_bf16_to_fp8_row_and_col("cuda", "gaussian", sizes, 256, seed, torch.bfloat16, "none", "gemm")
 
 

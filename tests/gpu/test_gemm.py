@@ -144,18 +144,19 @@ def test_groups_of_one_tile_are_the_same_on_every_run(backends, wait):
     for block, _ in column_blocks(left, problem.left[1], problem.groups.sizes):
         block.view(torch.uint8)[17] = 0
     problem = problem._replace(left=(left, problem.left[1]))
-    first = None
-    for _ in range(50):
-        outs = checks.new_outs(problem, (768,), torch.float32)
-        backends.weight_gradient.weight_gradient(problem.left, problem.right, problem.groups, outs)
-        wait()
-        if first is None:
-            first = outs[0]
-        assert torch.equal(outs[0], first)
-    assert not bool(first[:, 17].any())
-    expected = checks.expected_weight_gradient(problem)
-    for expert in range(len(problem.groups.sizes)):
-        assert checks.relative_error(first[expert], expected[expert]) <= checks.RELATIVE_FP32
+    for right in checks.rights(backends.weight_gradient, problem):
+        first = None
+        for _ in range(50):
+            outs = checks.new_outs(problem, (768,), torch.float32)
+            backends.weight_gradient.weight_gradient(problem.left, right, problem.groups, outs)
+            wait()
+            if first is None:
+                first = outs[0]
+            assert torch.equal(outs[0], first)
+        assert not bool(first[:, 17].any())
+        expected = checks.expected_weight_gradient(problem, right=right)
+        for expert in range(len(problem.groups.sizes)):
+            assert checks.relative_error(first[expert], expected[expert]) <= checks.RELATIVE_FP32
 
 
 def odd_numbers_of_blocks(name: str) -> None:
@@ -195,21 +196,23 @@ def test_poisoned_padding_and_memory(backends, wait, experts):
     problem = checks.operands(GPU, counts, 512, 1024)
     checks.check_poisoned_padding(backends.forward, problem, wait)
     clean = backends.forward.grouped_gemm(problem.rows, problem.weights, problem.groups)
-    clean_outs = {}
+    clean_outs = []
     for dtype, parts in ((torch.bfloat16, (256, 256)), (torch.bfloat16, (512,)), (torch.float32, (512,))):
-        clean_outs[dtype, parts] = checks.check_weight_gradient(
-            backends.weight_gradient, problem, parts, dtype, wait=wait
-        )
+        checks.check_weight_gradient(backends.weight_gradient, problem, parts, dtype, wait=wait)
+        for right in checks.rights(backends.weight_gradient, problem):
+            outs = checks.new_outs(problem, parts, dtype)
+            backends.weight_gradient.weight_gradient(problem.left, right, problem.groups, outs)
+            clean_outs.append((dtype, parts, right, outs))
     poisoned = checks.poison_padding(problem)
     poison_free_memory()
     out = backends.forward.grouped_gemm(poisoned.rows, poisoned.weights, poisoned.groups)
     wait()
     real = checks.real_rows(problem.groups)
     assert torch.equal(out[real], clean[real])
-    for (dtype, parts), expected in clean_outs.items():
+    for dtype, parts, right, expected in clean_outs:
         outs = checks.new_outs(problem, parts, dtype)
         poison_free_memory()
-        backends.weight_gradient.weight_gradient(problem.left, problem.right, problem.groups, outs)
+        backends.weight_gradient.weight_gradient(problem.left, right, problem.groups, outs)
         wait()
         for got, want in zip(outs, expected, strict=True):
             assert torch.equal(got, want)

@@ -191,6 +191,18 @@ CASES = {
         lambda: formats.fp4_row_to_fp8_col(*FP4, SIZES.long()),
         "group_sizes must be torch.int32, got torch.int64",
     ),
+    "layout of quantized columns": (
+        lambda: formats.bf16_to_fp8_row_and_col(torch.zeros(4, 128), SIZES, scale_layout="blocks"),
+        "scale_layout must be one of 'row', 'gemm', got 'blocks'",
+    ),
+    "layout of columns": (
+        lambda: formats.fp4_row_to_fp8_col(*FP4, SIZES, scale_layout="block"),
+        "scale_layout must be one of 'row', 'gemm', 'blocks', got 'block'",
+    ),
+    "block scales' shape": (
+        lambda: formats.fp4_row_to_fp8_col(*FP4, SIZES, scale_layout="blocks", out=(u8(128 * 256), torch.zeros(1, 2))),
+        "out's scales must have 1 dimension(s), got shape (1, 2)",
+    ),
     "group_sizes list": (lambda: formats.fp8_row_to_fp8_col(*FP8, [1, 3]), "group_sizes must be a tensor, got list"),
     "group_sizes sum": (
         lambda: formats.fp4_row_to_fp8_col(*FP4, i32(1, 2)),

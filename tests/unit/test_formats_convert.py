@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_fp4 import formats
+from ds_fp4.formats import columns as column_layout
 from tests import strategies
 from tests.strategies import ROUNDINGS, make, random_fp4, random_fp8
 from tests.unit import formats_oracle as oracle
@@ -248,14 +249,22 @@ def test_row_conversions_between_records(name, columns):
     assert (records[:, -16:] == 0xA5).all()
 
 
-def columns_by_oracle(kind: str, codes: torch.Tensor, scales: torch.Tensor, sizes: list[int], index) -> list:
-    """(codes [K, p], scale values [K, p / 128]) of each group, a column and a tile at a time."""
+def columns_by_oracle(
+    kind: str, codes: torch.Tensor, scales: torch.Tensor, sizes: list[int], index, shared: bool = False
+) -> list:
+    """(codes [K, p], scale values [K, p / 128]) of each group, a tile and the columns of a scale at a time.
+
+    `shared`: 128 columns have one, a normal number.
+    """
     if index is None:
         index = range(sum(sizes))
     if kind == "fp4":
         values, width, bonus = oracle.e2m1_values(codes.numpy()), 32, 6
     else:
         values, width, bonus = oracle.e4m3_values(codes_of(codes)), 128, 0
+    own = width  # columns of a row's scale
+    if shared:
+        width = 128
     k, scale = values.shape[1], oracle.scale_values(scales)
     result, start = [], 0
     for size in sizes:
@@ -266,13 +275,15 @@ def columns_by_oracle(kind: str, codes: torch.Tensor, scales: torch.Tensor, size
             members = [(place, row) for place, row in members if row >= 0]
             for c in range(0, k, width):
                 columns = slice(c, min(c + width, k))
-                row_scales = [scale[row, c // width] for _, row in members]
-                alive = [s for s in row_scales if not np.isnan(s)]
+                row_scales = [scale[row, np.arange(c, columns.stop) // own] for _, row in members]
+                alive = [s for each in row_scales for s in each if not np.isnan(s)]
                 target = max(alive) * 2.0**-bonus if alive else 2.0**-127
+                target = max(target, 2.0**-126) if shared else target
                 group_scales[columns, first // 128] = target
                 for (place, row), s in zip(members, row_scales, strict=True):
                     value = values[row, columns]
-                    new = oracle.nearest(np.nan_to_num(value) * (0 if np.isnan(s) else s / target), oracle.E4M3_TABLE)
+                    factor = np.where(np.isnan(s), 0, s / target)
+                    new = oracle.nearest(np.nan_to_num(value) * factor, oracle.E4M3_TABLE)
                     new = np.where(np.isnan(value) | np.isnan(s), oracle.E4M3_NAN, new)
                     group_codes[columns, first + place] = new
         result.append((group_codes, group_scales))
@@ -293,6 +304,30 @@ def check_columns(kind, source, sizes, index=None, **kwargs):
     for (block, block_scales), (codes, values) in zip(got, expected, strict=True):
         assert np.array_equal(codes_of(block), codes)
         assert np.array_equal(oracle.to_numpy(block_scales), values)
+    check_columns_that_share_scales(kind, call, source, sizes, index, **kwargs)
+
+
+def check_columns_that_share_scales(kind, call, source, sizes, index, **kwargs):
+    expected = columns_by_oracle(kind, *source, sizes.tolist(), index, shared=True)
+    k, padded = source[0].shape[1] * (2 if kind == "fp4" else 1), sum(formats.padded_sizes(sizes.tolist()))
+    size = -(-k // 128) * (-(-padded // 512) * 4 + 4 * len(sizes))
+    untouched = torch.full((size + 1,), 7.0)
+    out = torch.empty(k * padded, dtype=torch.float8_e4m3fn), untouched[:size]
+    q, scales = call(*source, sizes, scale_layout="blocks", index=index, out=out, **kwargs)
+    assert scales is out[1]
+    views = formats.block_scales(scales, k, sizes.tolist())
+    start = 0
+    for view, (codes, values) in zip(views, expected, strict=True):
+        p = codes.shape[1]
+        assert np.array_equal(codes_of(q[k * start : k * (start + p)].view(k, p)), codes)
+        assert np.array_equal(oracle.to_numpy(view), values[::128])
+        if p:
+            assert view.stride(0) % 4 == 0 and view.storage_offset() % 4 == 0  # as cuBLAS reads them
+        view.fill_(7.0)
+        start += p
+    assert bool((untouched == 7.0).all())  # nothing else was written
+    new = call(*source, sizes, scale_layout="blocks", index=index, **kwargs)
+    assert new[1].shape == (size,) and torch.equal(new[0].view(torch.uint8), q.view(torch.uint8))
 
 
 @settings(max_examples=25, deadline=None)
@@ -388,12 +423,18 @@ def test_many_pieces_give_what_one_gives(monkeypatch):
     sizes = torch.tensor([300, 0, 129, 71], dtype=torch.int32)
     fp4, fp8 = random_fp4(500, 160, 8), random_fp8(500, 160, 8, torch.float32)
 
+    def of_blocks(call, *source) -> list[torch.Tensor]:
+        q, scales = call(*source, sizes, scale_layout="blocks")
+        return [q, *(view.contiguous() for view in formats.block_scales(scales, 160, sizes.tolist()))]
+
     def everything() -> list[torch.Tensor]:
         results = [
             *formats.fp4_row_to_fp8_row(*fp4),
             *formats.fp8_row_to_fp4_row(*fp8),
             *formats.fp4_row_to_fp8_col(*fp4, sizes),
             *formats.fp8_row_to_fp8_col(*fp8, sizes),
+            *of_blocks(formats.fp4_row_to_fp8_col, *fp4),
+            *of_blocks(formats.fp8_row_to_fp8_col, *fp8),
         ]
         return [t.view(torch.uint8) for t in results]
 
@@ -417,5 +458,9 @@ def test_column_layout_places_groups_and_rows():
         # Group 1 has two tiles, so that a column's runs lie two apart; groups 3 and 4 have one.
         assert layout.run_offsets(3).tolist() == [[0, 2, 4], [1, 3, 5], [6, 7, 8], [9, 10, 11]]
         assert all(t.dtype == torch.int32 for t in layout[:4])
+        # Scales of 128 x 128: two rows of columns 0 to 127 and 128 to 255, each padded to four. Behind the 0, 0, 2, 2
+        # and 3 tiles before them groups begin at columns 0, 4, 4 + 8, 4 + 12 and 4 + 16, times two.
+        assert layout.block_scale_offsets(200).tolist() == [[8, 12], [9, 13], [32, 36], [40, 44]]
+        assert column_layout.block_scales_size(200, 512, 6) == 2 * (4 + 24)
     empty = formats.ColumnLayout.of(torch.zeros(0, dtype=torch.int32))
     assert empty.padded_rows == 0 and empty.source_rows().numel() == 0

@@ -109,10 +109,12 @@ def test_refused_weight_gradient(problem):
     refusals = [
         ((left[0][1:], left[1]), (good,), r"a's codes must be .* \[16384\]"),
         ((left[0], left[1].contiguous()), (good,), "a's scales must have strides"),
-        ((left[0], left[1][:, 0]), (good,), "a's scales must be .columns"),
-        (left, (), "sum to a's 64 columns"),
-        (left, (good, good), "sum to a's 64 columns"),
-        (left, (good[0],), "sum to a's 64 columns"),
+        ((left[0], left[1][:, 0]), (good,), r"a's scales must be float32 \[12\]"),
+        ((left[0], problem.left_shared[1].repeat(2)[::2]), (good,), "a's scales must be contiguous"),
+        (left, (), r"outs must be tensors \[experts, N_i, K\], got \[\]"),
+        (left, (good, good), r"a's codes must be .* \[32768\]"),
+        (left, (good[0],), r"outs must be tensors \[experts, N_i, K\]"),
+        (problem.left_shared, tuple(half.contiguous() for half in good.chunk(2, 1)), r"of 128, got \[32, 32\]"),
         (left, (good.half(),), "all bfloat16 or all float32"),
         (left, (good[:, :32].contiguous(), good[:, 32:].bfloat16().contiguous()), "all bfloat16 or all float32"),
         (left, (torch.empty(2, 256, 64).transpose(1, 2),), "must be contiguous"),
@@ -121,3 +123,11 @@ def test_refused_weight_gradient(problem):
     for a, outs, message in refusals:
         with pytest.raises(ValueError, match=message):
             BACKEND.weight_gradient(a, right, groups, outs)
+    with pytest.raises(ValueError, match="one of a and b may have a scale for 128 columns, got both"):
+        BACKEND.weight_gradient(problem.left_shared, problem.right_shared, groups, (good,))
+
+
+def test_a_backend_without_block_scales_refuses_them(problem, monkeypatch):
+    monkeypatch.setattr(BACKEND, "column_scales", "gemm")
+    with pytest.raises(ValueError, match=r"b's scales must be float32 \[256, 2\] on cpu, got torch.float32 \[24\]"):
+        BACKEND.weight_gradient(problem.left, problem.right_shared, problem.groups, (torch.empty(2, 64, 256),))

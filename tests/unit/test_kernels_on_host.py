@@ -140,7 +140,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("layout", ["row", "gemm"])
+@pytest.mark.parametrize("layout", ["row", "gemm", "blocks"])
 @pytest.mark.parametrize("index", INDICES)
 def test_fp4_row_to_fp8_col(index, layout, aligned):
     for seed, (sizes, k) in enumerate(SIZES):
@@ -149,7 +149,7 @@ def test_fp4_row_to_fp8_col(index, layout, aligned):
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("layout", ["row", "gemm"])
+@pytest.mark.parametrize("layout", ["row", "gemm", "blocks"])
 @pytest.mark.parametrize("index", INDICES)
 def test_fp8_row_to_fp8_col(index, layout, aligned):
     for seed, (sizes, k) in enumerate([*SIZES, (_sizes(0, 5), 130), (_sizes(200), 7)]):
