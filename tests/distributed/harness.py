@@ -145,7 +145,8 @@ def run_ranks(
     Raises RankFailure with every rank's traceback if any rank raised, died or did not finish.
     """
     device = "cpu" if on_cpu else device_for(world_size)
-    hides_gpus = on_cpu and device_for(1) == "cuda"
+    # Too few of them as well: torch and DeepSpeed would use those there are, whatever device ranks were given.
+    hides_gpus = device == "cpu" and device_for(1) == "cuda"
     # DeepSpeed's import asks the driver for its GPUs, and a process forked after that cannot use them.
     context = multiprocessing.get_context("spawn") if device == "cuda" or hides_gpus else forks()
     with tempfile.TemporaryDirectory() as folder:
