@@ -136,8 +136,8 @@ class CublasLt:
 class ScaledMatmul:
     """out [M, N] = a [M, K] @ b [N, K]^T; sums are FP32 throughout.
 
-    Made for one device, one kind of scales of each operand, and one dtype of `out`. It works without a workspace: what
-    cuBLAS would do with one is to count tiles there, from a zero that it sets before each GEMM, and no faster.
+    Made for one device, one kind of scales of each operand, and one dtype of `out`. It works without a workspace: with
+    one cuBLAS's first choice of an algorithm has some of it cleared before each GEMM, and is no faster.
 
     Args:
         a_scaling, b_scaling: SCALE_1X128 or SCALE_128X128, the latter of one of them at most.
