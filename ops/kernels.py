@@ -56,7 +56,7 @@ VALUE_TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp
 # The first template argument by what the kernel converts from or to: a value type, or a type of FP8 scales.
 VALUES = {dtype: (name,) for dtype, name in VALUE_TYPES.items()}
 SOURCE_SCALES = {torch.float32: ("true",), torch.uint8: ("false",)}
-# Of column kernels, whether 128 columns share a scale.
+# Of kernels from rows to columns, whether 128 columns share a scale.
 SHARED_SCALES = {"blocks": ("true",), "gemm": ("false",), "row": ("false",)}
 _VECTOR = ("true", "false")
 _VALUES_AND_VECTOR = tuple(f"{value}, {vector}" for value in VALUE_TYPES.values() for vector in _VECTOR)

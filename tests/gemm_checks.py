@@ -84,7 +84,7 @@ def operands(device: str, counts: Sequence[int], n: int, k: int, seed: int = 0) 
 
 def rights(backend: Backend, problem: Operands) -> list[Pair]:
     """The right columns in the layouts that the backend takes."""
-    return [problem.right, *([problem.right_shared] if backend.column_scales == "blocks" else [])]
+    return [problem.right, *([problem.right_shared] if backend.column_scale_layout == "blocks" else [])]
 
 
 def decoded_rows(pair: Pair) -> torch.Tensor:
@@ -104,15 +104,11 @@ def expected_grouped_gemm(problem: Operands) -> torch.Tensor:
 
 def decoded_columns(pair: Pair, width: int, groups: Groups) -> list[torch.Tensor]:
     """FP64 [width, p_e] of each expert."""
-    q, scales = pair
-    if scales.dim() == 2:
-        return [decoded_rows(block) for block in column_blocks(q, scales, groups.sizes)]
-    blocks = zip(
-        q.split([width * size for size in groups.sizes]),
-        formats.block_scales(scales, width, groups.sizes),
-        strict=True,
-    )
-    return [decoded_rows((codes.view(width, -1), tiles.repeat_interleave(128, 0)[:width])) for codes, tiles in blocks]
+    columns_of_a_scale = 128 if pair[1].dim() == 1 else 1
+    return [
+        decoded_rows((codes, tiles.repeat_interleave(columns_of_a_scale, 0)[:width]))
+        for codes, tiles in column_blocks(*pair, groups.sizes, width)
+    ]
 
 
 def expected_weight_gradient(problem: Operands, left: Pair | None = None, right: Pair | None = None) -> torch.Tensor:
@@ -163,7 +159,7 @@ def check_weight_gradient(
     """Returns what columns with a scale for each give. Of a backend that can, those that share them are tried too."""
     limit = limit or (RELATIVE_FP32 if dtype == torch.float32 else RELATIVE_BF16)
     cases = {"": (problem.left, problem.right)}
-    if backend.column_scales == "blocks":
+    if backend.column_scale_layout == "blocks":
         cases["b in blocks, "] = (problem.left, problem.right_shared)
         if not any(width % 128 for width in parts[:-1]):
             cases["a in blocks, "] = (problem.left_shared, problem.right)

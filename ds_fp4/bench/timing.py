@@ -11,6 +11,8 @@ import torch
 
 # Enough for the host to queue all runs behind it, so that none waits for its launch. In clock cycles.
 HEAD_START = 8_000_000
+# Cycles a second that no Hopper GPU exceeds.
+HIGHEST_CLOCK = 2_000_000_000
 
 
 def median_seconds(runs: Sequence[Callable[[], object]], repeats: int = 20, warmup: int = 3) -> float:

@@ -36,9 +36,9 @@ class Fp8Compute:
     quantize_weights = staticmethod(quantize)
 
     @property
-    def column_scales(self) -> str:
+    def column_scale_layout(self) -> str:
         """The `scale_layout` of columns that are made from rows for `weight_gradient`."""
-        return self._gemms.weight_gradient.column_scales
+        return self._gemms.weight_gradient.column_scale_layout
 
     def gemm(self, a: Pair, b: Pair, groups: Groups) -> torch.Tensor:
         """BF16 [P, N] of FP8 rows [P, K] and each row's expert in `b` [E, N, K]. Padding rows hold anything."""

@@ -249,7 +249,7 @@ def _weight_gradients(layer, weights, needed, operands, routing, groups) -> list
         return torch.empty(shape, dtype=dtype, device=device)
 
     gradients: list[torch.Tensor | None] = [None, None, None]
-    order_and_layout = routing.order, routing.padded_sizes(), layer.compute.column_scales
+    order_and_layout = routing.order, routing.padded_sizes(), layer.compute.column_scale_layout
     if needs[1]:
         gradients[1] = new_gradient(kinds[1])
         columns = layer.combine_backward.gemm_columns(gradient, *order_and_layout)

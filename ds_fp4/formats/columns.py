@@ -9,12 +9,12 @@ groups in order.
 
 In scale_layout "blocks" 128 columns share a scale, as cuBLAS reads one operand of two: for each group a row-major
 block [ceil(K / 128), p_e / 128 rounded up to 4], in one dimension. Group e's begins behind as many such columns as
-there are tiles before it, rounded up to 4, and 4e more: known from its first tile alone, and far enough. What lies
-between and beside scales holds anything.
+there are tiles before it, rounded up to 4, and 4e more: far enough, and known from its number and its first tile. What
+lies between and beside scales holds anything.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from .blocks import FP8_GROUP
 TILE_ROWS = FP8_GROUP
 # What cuBLAS rounds the row stride of 128 x 128 scales up to, in values.
 BLOCK_SCALE_ALIGNMENT = 4
+# A number of them, or numbers.
+Tiles = TypeVar("Tiles", int, torch.Tensor)
 
 
 def padded_sizes(group_sizes: Iterable[int]) -> list[int]:
@@ -36,28 +38,41 @@ def padded(group_sizes: torch.Tensor) -> torch.Tensor:
 
 
 def column_blocks(
-    q: torch.Tensor, scales: torch.Tensor, group_sizes: Iterable[int]
+    q: torch.Tensor, scales: torch.Tensor, group_sizes: Iterable[int], k: int | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of the column layout, one (q [K, p_e], scales [K, p_e / 128]) a group. `group_sizes` are host integers."""
-    k = scales.shape[0]
-    blocks, start = [], 0
-    for size in padded_sizes(group_sizes):
-        block = q[k * start : k * (start + size)].view(k, size)
-        blocks.append((block, scales[:, start // TILE_ROWS : (start + size) // TILE_ROWS]))
-        start += size
-    return blocks
+    """Views of the column layout, one (q [K, p_e], scales [K, p_e / 128]) a group.
+
+    Args:
+        q, scales: as conversions give them.
+        group_sizes: host integers.
+        k: the columns. Needed where the scales are in layout "blocks", whose views are [ceil(K / 128), p_e / 128].
+
+    Raises:
+        ValueError: if there are not as many codes, or scales in "blocks", as that makes.
+    """
+    sizes = padded_sizes(group_sizes)
+    if scales.dim() == 2:
+        k, tiles = scales.shape[0], scales.split([size // TILE_ROWS for size in sizes], dim=1)
+    elif k is None:
+        raise ValueError('scales in layout "blocks" do not tell the number of columns: give k')
+    else:
+        tiles = block_scales(scales, k, sizes)
+    if q.numel() != k * sum(sizes):
+        raise ValueError(f"q must have {k} columns of {sum(sizes)} rows, {k * sum(sizes)} codes, got {q.numel()}")
+    codes = q.split([k * size for size in sizes])
+    return [(part.view(k, size), of) for part, size, of in zip(codes, sizes, tiles, strict=True)]
 
 
-def _align(tiles):
+def _align(tiles: Tiles) -> Tiles:
     return -(-tiles // BLOCK_SCALE_ALIGNMENT) * BLOCK_SCALE_ALIGNMENT
 
 
-def block_scale_columns(first_tile: int, group: int) -> int:
+def block_scale_columns(first_tile: Tiles, group: Tiles) -> Tiles:
     """Columns of block scales, each of ceil(K / 128), before those of a group that begins with tile `first_tile`."""
     return _align(first_tile) + BLOCK_SCALE_ALIGNMENT * group
 
 
-def block_scale_stride(tiles: int) -> int:
+def block_scale_stride(tiles: Tiles) -> Tiles:
     """Values from row to row of the block scales of a group of `tiles` tiles."""
     return _align(tiles)
 
@@ -68,9 +83,17 @@ def block_scales_size(k: int, padded_rows: int, groups: int) -> int:
 
 
 def block_scales(scales: torch.Tensor, k: int, group_sizes: Iterable[int]) -> list[torch.Tensor]:
-    """Views [ceil(K / 128), p_e / 128] of the scales in layout "blocks", one a group. Sizes are host integers."""
+    """Views [ceil(K / 128), p_e / 128] of the scales in layout "blocks", one a group. Sizes are host integers.
+
+    Raises:
+        ValueError: if the scales are not those of K columns and these groups.
+    """
     blocks, first_tile, views = -(-k // FP8_GROUP), 0, []
-    for group, size in enumerate(padded_sizes(group_sizes)):
+    sizes = padded_sizes(group_sizes)
+    wanted = block_scales_size(k, sum(sizes), len(sizes))
+    if scales.shape != (wanted,):
+        raise ValueError(f'scales in layout "blocks" must be [{wanted}] for {k} columns, got {list(scales.shape)}')
+    for group, size in enumerate(sizes):
         tiles = size // TILE_ROWS
         stride = block_scale_stride(tiles)
         place = blocks * block_scale_columns(first_tile, group)

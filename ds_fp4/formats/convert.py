@@ -276,8 +276,7 @@ def _store_block_scales(target: torch.Tensor, offsets: torch.Tensor, scales: tor
     """Write exponents, int32 [tiles, ceil(K / 128)], as scales in layout "blocks" at these offsets."""
     values = torch.empty(target.shape, dtype=torch.float32, device=target.device)
     ue8m0.store(target, values)
-    # As bits: FP32 values might be flushed.
-    scales.view(torch.int32).index_copy_(0, offsets.flatten(), values.view(torch.int32).flatten())
+    scales.index_copy_(0, offsets.flatten(), values.flatten())
 
 
 @torch.no_grad()

@@ -52,12 +52,12 @@ class Backend:
     A subclass defines `name`, `_grouped_gemm`, `_weight_gradient` and `check_shape`.
 
     Attributes:
-        column_scales: the `scale_layout` that `weight_gradient` is best given where a conversion has a choice: "gemm",
-            or "blocks" of a backend that takes both.
+        column_scale_layout: the `scale_layout` that `weight_gradient` is best given where a conversion has a choice:
+            "gemm", or "blocks" of a backend that takes both.
     """
 
     name: str
-    column_scales = "gemm"
+    column_scale_layout = "gemm"
 
     def grouped_gemm(self, a: Pair, b: Pair, groups: Groups) -> torch.Tensor:
         """Each expert's rows times its weight: out[r] = a[r] @ b[expert of r]^T, summed in FP32, rounded once.
@@ -99,10 +99,12 @@ class Backend:
             a: FP8 columns of the output gradient: E4M3 1-D [N*P], for each expert a row-major block [N, p_e]; FP32
                 scales [N, P/128] with strides (1, align4(N)), or one for 128 columns in layout "blocks"
                 (`formats.columns`). Padding must be zero codes with finite scales.
-            b: FP8 columns of the input, the same with K for N. Only one of the two may have scales in "blocks".
+            b: FP8 columns of the input, the same with K for N. Scales in "blocks" are for backends whose
+                `column_scale_layout` that is, and for one of the two operands at most.
             groups: of E experts, P rows in all.
             outs: contiguous BF16 or FP32 tensors [E, N_i, K] of one dtype, sum of N_i = N (w1 and w3, or w2 alone).
-                Every element is written, zeros for an expert without rows.
+                Every element is written, zeros for an expert without rows. Where 128 columns of a share a scale, all
+                N_i but the last are multiples of 128.
 
         Raises:
             ValueError: on a wrong shape, dtype, device or stride, or a shape that the library cannot do.
@@ -111,8 +113,18 @@ class Backend:
         device = a[0].device
         n, k = self._check_outs(outs, experts, device)
         groups.check(experts, device)
-        for name, pair, width in (("a", a, n), ("b", b, k)):
-            if pair[1].dim() == 1 and self.column_scales == "blocks":
+        for name, pair, width, which in (("a", a, n, "N, the sum of N_i,"), ("b", b, k, "K")):
+            if pair[0].numel() != width * rows:
+                raise ValueError(
+                    f"{name} must have {which} = {width} columns of {rows} rows, {width * rows} codes, for outs "
+                    f"{[list(out.shape) for out in outs]}, got {pair[0].numel()}"
+                )
+            if pair[1].dim() == 1:
+                if self.column_scale_layout != "blocks":
+                    raise ValueError(
+                        f"{name} has a scale for 128 columns, which {self.name} does not take: convert with "
+                        f"scale_layout={self.column_scale_layout!r}"
+                    )
                 _check_pair(name, pair, (width * rows,), (block_scales_size(width, rows, experts),), device)
                 if not pair[1].is_contiguous():
                     raise ValueError(f"{name}'s scales must be contiguous, got strides {tuple(pair[1].stride())}")
@@ -201,7 +213,7 @@ def try_out(backend: Backend, gemm: str, device: torch.device) -> None:
         of_each = tiles.split([size // FP8_GROUP for size in sizes])
         a, b = (_ones((width * rows,), tiles.expand(width, -1), device) for width in (n, k))
         pairs = [(a, b)]
-        if backend.column_scales == "blocks":
+        if backend.column_scale_layout == "blocks":
             a_shared, b_shared = ((q, _shared(of_each, width, sizes, device)) for (q, _), width in ((a, n), (b, k)))
             pairs += [(a_shared, b), (a, b_shared)]
         got = torch.full((len(pairs), len(sizes), n, k), torch.nan, dtype=torch.bfloat16, device=device)

@@ -3,8 +3,8 @@
 """Grouped GEMMs as one cuBLAS block-scaled GEMM per expert.
 
 Activations have a scale per 1 x 128 and weights per 128 x 128; of a weight gradient's operands one has a scale per
-128 x 128 where it can, since cuBLAS is faster then. It reads the former with strides (1, rows), rows being those of
-the call, and the latter with their rows aligned to four scales.
+128 x 128 where it can, since cuBLAS is faster then. It reads scales per 1 x 128 with strides (1, rows), rows being
+those of the call, and scales per 128 x 128 with their rows aligned to four.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from ds_fp4.formats import FP8_GROUP
-from ds_fp4.formats.columns import block_scale_columns, block_scale_stride
+from ds_fp4.formats.columns import BLOCK_SCALE_ALIGNMENT, block_scale_columns, block_scale_stride
 
 from .backend import Backend, Pair, groups_of
 from .cublaslt import MIN_ALIGNMENT, SCALE_1X128, SCALE_128X128, CublasLt, ScaledMatmul
@@ -23,7 +23,6 @@ from .groups import Groups
 
 # cuBLAS wants FP8 operands whose dimensions are multiples of 16 bytes.
 ALIGNMENT = 16
-SCALE_ALIGNMENT = 4
 FP32_BYTES = 4
 
 
@@ -31,7 +30,7 @@ class CublasBackend(Backend):
     """cuBLAS block scaling, one call per expert."""
 
     name = "cublas"
-    column_scales = "blocks"
+    column_scale_layout = "blocks"
 
     def __init__(self, device: torch.device) -> None:
         self._library = CublasLt()
@@ -57,7 +56,7 @@ class CublasBackend(Backend):
     @torch.no_grad()
     def _grouped_gemm(self, a: Pair, b: Pair, groups: Groups, out: torch.Tensor) -> None:
         _, n, k = b[0].shape
-        weight_scales, missing = b[1], -b[1].shape[2] % SCALE_ALIGNMENT
+        weight_scales, missing = b[1], -b[1].shape[2] % BLOCK_SCALE_ALIGNMENT
         if missing:  # padding by nothing would copy
             weight_scales = torch.nn.functional.pad(weight_scales, (0, missing))
         a_scales = [_with_rows_as_stride(scales) for scales in a[1].split(groups.sizes)]

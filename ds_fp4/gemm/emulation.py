@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ds_fp4.formats import FP8_GROUP, block_scales
+from ds_fp4.formats import FP8_GROUP, column_blocks
 
 from .backend import Backend, Pair
 from .groups import Groups
@@ -29,7 +29,7 @@ class EmulationBackend(Backend):
     """Plain PyTorch; any shape, any device."""
 
     name = "emulation"
-    column_scales = "blocks"
+    column_scale_layout = "blocks"
 
     def describe(self) -> str:
         return f"plain PyTorch {torch.__version__}, operands decoded to FP32"
@@ -60,12 +60,6 @@ class EmulationBackend(Backend):
 
 def _decoded_columns(pair: Pair, groups: Groups, width: int) -> Iterator[torch.Tensor]:
     """FP32 [width, p_e] of each expert."""
-    q, scales = pair
-    shared = scales.dim() == 1
-    if shared:
-        tiles = block_scales(scales, width, groups.sizes)
-    else:
-        tiles = scales.split([size // FP8_GROUP for size in groups.sizes], dim=1)
-    codes = q.split([width * size for size in groups.sizes])
-    for block, block_tiles, size in zip(codes, tiles, groups.sizes, strict=True):
-        yield decode(block.view(width, size), block_tiles, FP8_GROUP if shared else 1)
+    columns_of_a_scale = FP8_GROUP if pair[1].dim() == 1 else 1
+    for q, scales in column_blocks(*pair, groups.sizes, width):
+        yield decode(q, scales, columns_of_a_scale)

@@ -58,7 +58,7 @@ def _sums(rows: torch.Tensor, lists: torch.Tensor) -> torch.Tensor:
 class ExactCompute:
     """FP32 in place of FP8; operands are (tensor, None), columns are rows."""
 
-    column_scales = "gemm"
+    column_scale_layout = "gemm"
 
     def __init__(self, spec, recomputes_gate_up: bool) -> None:
         self._activation = (spec.activation, spec.alpha, spec.limit)

@@ -114,7 +114,7 @@ def emulate(x, scores, expert_ids, weights, dy, recipe, ep_size=1, activation="s
         h = h.detach()
         result["scores"][token, slot] = (dh.double() * h.double()).sum(-1).float()
         partial_dx[rank].index_add_(0, token, _bf16_matmul(fp8(d), torch.cat([w1[e], w3[e]])))
-        # FP4 rows become columns exactly; FP8 rows are rounded once more.
+        # FP4 rows whose norms spread as little as here become columns exactly; FP8 rows are rounded once more.
         columns = rows if recipe.dispatch_forward == "mxfp4" else fp8_columns(rows)
         w13 = fp8_columns(d).t() @ columns
         gradients["w1"][e], gradients["w3"][e] = w13.chunk(2)

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_fp4.experts import weights_changed
 from ds_fp4.experts.weights import WeightCache
+from ds_fp4.gemm import GemmBackends
+from ds_fp4.gemm.emulation import EmulationBackend
 from tests.unit.expert_cases import (
     EXPERTS,
     HIDDEN,
@@ -521,6 +523,28 @@ def test_backward_lets_go_of_what_it_has_used(monkeypatch):
     output.backward(problem.dy)
     assert left[4:] == [{"h_col", "col"}, {"col"}]
     _equal({"output": output.detach(), **{name: leaf.grad for name, leaf in problem.leaves().items()}}, once)
+
+
+def test_columns_have_the_scales_that_weight_gradients_are_best_given():
+    problem = make_problem(tokens=300)
+    handed, results = {}, []
+
+    class Watched(EmulationBackend):
+        def __init__(self, layout):
+            self.column_scale_layout = layout
+
+        def weight_gradient(self, a, b, groups, outs):
+            handed.setdefault(self.column_scale_layout, []).append((a[1].dim(), b[1].dim()))
+            super().weight_gradient(a, b, groups, outs)
+
+    for forward, layout in (("gemm", "blocks"), ("blocks", "gemm")):
+        layer = make_layer(gemms=GemmBackends(Watched(forward), Watched(layout)))
+        results.append(problem.run(layer))
+        for leaf in problem.leaves().values():
+            leaf.grad = None
+    # Of w2's gradient a is made from rows, of w1's and w3's b.
+    assert handed == {"blocks": [(1, 2), (2, 1)], "gemm": [(2, 2), (2, 2)]}
+    _equal(*results)
 
 
 def test_on_one_rank_gradients_of_tokens_lie_together():

@@ -376,6 +376,54 @@ def test_fp4_columns_hold_the_same_values_as_fp4_rows():
         start += size
 
 
+@pytest.mark.parametrize("spread", [0, 14, 15, 16, 30])
+def test_fp4_columns_that_share_a_scale_are_exact_up_to_a_spread_of_2_to_the_14(spread):
+    """Columns beside 32 loud ones, and tokens beside a loud one."""
+    x = make("gaussian", 128, 256, torch.float32, seed=8)
+    x[:, 32:64] *= 2.0**spread
+    x[5, 192:224] *= 2.0**spread
+    packed, scales = formats.bf16_to_fp4_row(x)
+    # All other blocks as loud as each other, so that the spread is what it is said to be.
+    loud = torch.zeros(128, 8, dtype=torch.bool)
+    loud[:, 1] = loud[5, 6] = True
+    scales = torch.where(loud, 120 + spread, 120).to(torch.uint8)
+    exact = formats.fp4_row_to_bf16(packed, scales, dtype=torch.float32).t()
+    sizes = torch.tensor([128], dtype=torch.int32)
+    for layout in ("row", "blocks"):
+        ((q, of),) = formats.column_blocks(
+            *formats.fp4_row_to_fp8_col(packed, scales, sizes, scale_layout=layout), [128], 256
+        )
+        of = of if layout == "row" else of.repeat_interleave(128, 0)
+        lost = (q.float() * of - exact).abs()
+        # Without sharing only the loud token's own 32 columns lose.
+        outside = torch.ones(256, dtype=torch.bool)
+        if layout == "row":
+            outside[192:224] = False
+        assert bool((lost[outside] == 0).all()) == (layout == "row" or spread <= 14)
+        assert bool((lost < 2.0**-14 * 6 * 2.0 ** (120 - 127 + spread)).all())
+    assert spread <= 14 or lost.max() > 0
+
+
+def test_views_of_columns_say_what_does_not_fit():
+    packed, scales = random_fp4(133, 256, 0)
+    sizes = torch.tensor([130, 0, 3], dtype=torch.int32)
+    q, of = formats.fp4_row_to_fp8_col(packed, scales, sizes, scale_layout="blocks")
+    blocks = formats.column_blocks(q, of, [130, 0, 3], 256)
+    assert [(tuple(codes.shape), tuple(t.shape)) for codes, t in blocks] == [
+        ((256, 256), (2, 2)),
+        ((256, 0), (2, 0)),
+        ((256, 128), (2, 1)),
+    ]
+    with pytest.raises(ValueError, match="give k"):
+        formats.column_blocks(q, of, [130, 0, 3])
+    with pytest.raises(ValueError, match=r"must be \[48\] for 384 columns, got \[32\]"):
+        formats.column_blocks(q, of, [130, 0, 3], 384)
+    with pytest.raises(ValueError, match=r"must be \[24\] for 256 columns, got \[32\]"):
+        formats.block_scales(of, 256, [130, 3])
+    with pytest.raises(ValueError, match=r"256 columns of 384 rows, 98304 codes, got 98303"):
+        formats.column_blocks(q[1:], of, [130, 0, 3], 256)
+
+
 def test_fp8_columns_add_little_error():
     x = make("gaussian", 512, 256, torch.float32, seed=6)
     x *= torch.pow(2.0, torch.rand(512, 1, generator=torch.Generator().manual_seed(0)) * 3)  # 8:1 spread of row norms

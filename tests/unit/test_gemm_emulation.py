@@ -107,12 +107,14 @@ def test_refused_weight_gradient(problem):
     left, right, groups = problem.left, problem.right, problem.groups
     good = torch.empty(2, 64, 256)
     refusals = [
-        ((left[0][1:], left[1]), (good,), r"a's codes must be .* \[16384\]"),
+        ((left[0][1:], left[1]), (good,), "a must have N, the sum of N_i, = 64 columns of 256 rows, 16384 codes"),
+        ((left[0].view(64, 256), left[1]), (good,), r"a's codes must be .* \[16384\]"),
         ((left[0], left[1].contiguous()), (good,), "a's scales must have strides"),
         ((left[0], left[1][:, 0]), (good,), r"a's scales must be float32 \[12\]"),
         ((left[0], problem.left_shared[1].repeat(2)[::2]), (good,), "a's scales must be contiguous"),
         (left, (), r"outs must be tensors \[experts, N_i, K\], got \[\]"),
-        (left, (good, good), r"a's codes must be .* \[32768\]"),
+        (left, (good, good), r"N_i, = 128 columns of 256 rows, 32768 codes, for outs \[\[2, 64, 256\], .*, got 16384"),
+        (left, (torch.empty(2, 64, 128),), r"b must have K = 128 columns of 256 rows, 32768 codes"),
         (left, (good[0],), r"outs must be tensors \[experts, N_i, K\]"),
         (problem.left_shared, tuple(half.contiguous() for half in good.chunk(2, 1)), r"of 128, got \[32, 32\]"),
         (left, (good.half(),), "all bfloat16 or all float32"),
@@ -128,6 +130,6 @@ def test_refused_weight_gradient(problem):
 
 
 def test_a_backend_without_block_scales_refuses_them(problem, monkeypatch):
-    monkeypatch.setattr(BACKEND, "column_scales", "gemm")
-    with pytest.raises(ValueError, match=r"b's scales must be float32 \[256, 2\] on cpu, got torch.float32 \[24\]"):
+    monkeypatch.setattr(BACKEND, "column_scale_layout", "gemm")
+    with pytest.raises(ValueError, match="b has a scale for 128 columns, which emulation does not take.*'gemm'"):
         BACKEND.weight_gradient(problem.left, problem.right_shared, problem.groups, (torch.empty(2, 64, 256),))

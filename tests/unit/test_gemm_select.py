@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_fp4 import gemm
 from ds_fp4.formats.columns import column_blocks
 from ds_fp4.gemm import cublas, cublaslt, deepgemm, selection
+from ds_fp4.gemm.backend import try_out
 from ds_fp4.gemm.emulation import EmulationBackend, decode
 from tests import gemm_checks as checks
 
@@ -215,7 +216,7 @@ def test_backends_hand_over_what_the_library_wants(fixture, counts, request):
         problem = checks.operands("cpu", counts, n, k)
         checks.check_grouped_gemm(backend, problem, limit=checks.BF16_ROUNDING)
         checks.check_poisoned_padding(backend, problem)
-        for parts in ((n,), (64, n - 64)):
+        for parts in ((n,), (64, n - 64), *([(128, n - 128)] if n > 128 else [])):
             checks.check_weight_gradient(backend, problem, parts, torch.bfloat16, limit=checks.BF16_ROUNDING)
             checks.check_weight_gradient(backend, problem, parts, torch.float32, limit=1e-6)
 
@@ -262,6 +263,23 @@ def test_why_a_library_cannot_be_had(hopper, monkeypatch, tmp_path):
     assert "set CUDA_HOME" in selection._load("deepgemm", CPU, "forward")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in selection._load("cublas", CPU, "forward")
+
+
+def test_a_library_that_misreads_shared_scales_is_refused(cublas_backend, deepgemm_backend):
+    class Misreads(EmulationBackend):
+        def __init__(self, operand):
+            self._operand = operand
+
+        def _weight_gradient(self, a, b, groups, outs):
+            shared = (a, b)[self._operand][1].dim() == 1
+            super()._weight_gradient(a, b, groups, outs)
+            if shared:
+                outs[0][2] *= 2
+
+    for operand in (0, 1):
+        with pytest.raises(RuntimeError, match="wrong numbers"):
+            try_out(Misreads(operand), "weight_gradient", CPU)
+    assert cublas_backend.column_scale_layout == "blocks" and deepgemm_backend.column_scale_layout == "gemm"
 
 
 def test_why_cublas_cannot_be_had(hopper, monkeypatch):
@@ -396,6 +414,29 @@ def test_what_cublas_refuses_is_said_in_its_words(fake_library):
         with pytest.raises(RuntimeError, match=r"Heuristic of \(M, N, K\) = \(64, 64, 128\): not supported"):
             multiply(256, 16, 512, 32, 1024, (64, 64, 128))
         assert len(fake_library.cublasLtMatmulPreferenceDestroy.calls) == 3
+
+
+def test_what_is_handed_to_cublas(fake_library):
+    attributes = {}
+    fake_library.cublasLtMatmulDescSetAttribute.effect = lambda operation, attribute, value, size: attributes.update(
+        {attribute: (value._obj.value, size)}
+    )
+    matmul = scaled_matmul(b_scaling=cublaslt.SCALE_128X128)
+    # cuBLAS's A is b: transposed (3), with b's kind of scales (31); B's kind (32) is a's.
+    assert attributes == {3: (1, 4), 31: (5, 4), 32: (4, 4)}
+    with matmul.launches() as multiply:
+        for add in (0, 4096):  # an address that did not change must not come from the launch before
+            multiply(256 + add, 16 + add, 512 + add, 32 + add, 1024 + add, (64, 32, 128))
+            assert attributes[17] == (32 + add, 8) and attributes[18] == (16 + add, 8)
+            _, _, alpha, a, _, b, _, beta, c, _, d, _, _, workspace, workspace_bytes, _ = (
+                fake_library.cublasLtMatmul.calls[-1]
+            )
+            assert (a, b, c, d) == (512 + add, 256 + add, 1024 + add, 1024 + add)
+            assert (alpha._obj.value, beta._obj.value, workspace, workspace_bytes) == (1.0, 0.0, None, 0)
+        fake_library.cublasLtMatmulDescSetAttribute.result = 7
+        with pytest.raises(RuntimeError, match="cublasLtMatmulDescSetAttribute: not supported"):
+            multiply(256, 16, 512, 32, 1024, (64, 32, 128))
+    assert len(fake_library.cublasLtMatmul.calls) == 2
 
 
 def test_addresses_that_cublas_cannot_read_are_named(fake_library):

@@ -157,6 +157,17 @@ def test_fp8_row_to_fp8_col(index, layout, aligned):
             checks.check_fp8_row_to_fp8_col("cpu", sizes, k, seed, index, source, layout, aligned, spread)
 
 
+def test_a_short_last_group_of_nothing_but_nan():
+    """Blocks that are not there have no say, nor do those of NaN."""
+    packed, scales = strategies.random_fp4(130, 160, 0)
+    scales[:, 4] = 0xFF
+    for layout in ("row", "gemm", "blocks"):
+        outs = [checks.column_out(checks.Canvas("cpu"), 160, _sizes(130), layout) for _ in range(2)]
+        for convert, out in zip((ops.fp4_row_to_fp8_col, formats.fp4_row_to_fp8_col), outs, strict=True):
+            convert(packed, scales, _sizes(130), scale_layout=layout, out=out)
+        checks.assert_same(*outs, layout)
+
+
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("layout", ["row", "gemm"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -241,8 +252,9 @@ def test_nothing_to_do(host, name):
     launched = len(host.launched)
     for index in ("none", "random"):
         checks.check_fp4_row_to_fp8_row("cpu", 0, 64, 0, "empty" if index == "random" else index, "gemm")
-    checks.check_fp4_row_to_fp8_col("cpu", sizes, 64, 0, "none")
-    checks.check_fp8_row_to_fp8_col("cpu", sizes, 64, 0, "none", torch.uint8)
+    for layout in ("row", "blocks"):
+        checks.check_fp4_row_to_fp8_col("cpu", sizes, 64, 0, "none", layout)
+        checks.check_fp8_row_to_fp8_col("cpu", sizes, 64, 0, "none", torch.uint8, layout)
     checks.check_bf16_to_fp8_row_and_col("cpu", "gaussian", sizes, 64, 0, torch.bfloat16, "none")
     # An index of nothing but -1 needs no input rows; that is the one launch.
     assert len(host.launched) - launched <= 1
