@@ -140,22 +140,24 @@ class ColumnLayout(NamedTuple):
         local = padded_row - self.padded_offsets[group]
         return torch.where(local < self.group_sizes[group], self.row_offsets[group] + local, -1)
 
-    def run_offsets(self, k: int) -> torch.Tensor:
-        """int64 [padded_rows / 128, k]: where in `q`, in runs of 128 codes, the codes of a tile and column lie."""
+    def _tiles(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """int64 [padded_rows / 128] each: of every tile its group, the group's first tile, how many the group has, and
+        which of them it is."""
         group = self.tile_groups()
         first_tile = self.padded_offsets[group].to(torch.int64) // TILE_ROWS
         tiles = self.padded_sizes[group].to(torch.int64) // TILE_ROWS
-        tile = torch.arange(group.shape[0], device=group.device) - first_tile
-        column = torch.arange(k, device=group.device)
+        return group, first_tile, tiles, torch.arange(group.shape[0], device=group.device) - first_tile
+
+    def run_offsets(self, k: int) -> torch.Tensor:
+        """int64 [padded_rows / 128, k]: where in `q`, in runs of 128 codes, the codes of a tile and column lie."""
+        _, first_tile, tiles, tile = self._tiles()
+        column = torch.arange(k, device=tile.device)
         return (first_tile * k + tile)[:, None] + tiles[:, None] * column
 
     def block_scale_offsets(self, k: int) -> torch.Tensor:
         """int64 [padded_rows / 128, ceil(k / 128)]: where the scale of a tile and 128 columns lies in "blocks"."""
-        group = self.tile_groups()
-        first_tile = self.padded_offsets[group].to(torch.int64) // TILE_ROWS
-        tiles = self.padded_sizes[group].to(torch.int64) // TILE_ROWS
-        tile = torch.arange(group.shape[0], device=group.device) - first_tile
+        group, first_tile, tiles, tile = self._tiles()
         blocks = -(-k // FP8_GROUP)
-        block = torch.arange(blocks, device=group.device)
+        block = torch.arange(blocks, device=tile.device)
         first = blocks * block_scale_columns(first_tile, group)
         return (first + tile)[:, None] + block_scale_stride(tiles)[:, None] * block

@@ -272,11 +272,16 @@ def store_tile_scales(target: torch.Tensor, width: int, scales: torch.Tensor) ->
     ue8m0.store(target.repeat_interleave(width, dim=1)[:, : scales.shape[0]].t(), scales)
 
 
-def _store_block_scales(target: torch.Tensor, offsets: torch.Tensor, scales: torch.Tensor) -> None:
-    """Write exponents, int32 [tiles, ceil(K / 128)], as scales in layout "blocks" at these offsets."""
+def _store_scales(
+    target: torch.Tensor, width: int, tiles: slice, places: torch.Tensor | None, scales: torch.Tensor
+) -> None:
+    """Write the exponents of these tiles as `store_tile_scales`, or where there are `places`, in layout "blocks"."""
+    if places is None:
+        store_tile_scales(target, width, scales[:, tiles])
+        return
     values = torch.empty(target.shape, dtype=torch.float32, device=target.device)
     ue8m0.store(target, values)
-    scales.index_copy_(0, offsets.flatten(), values.flatten())
+    scales.index_copy_(0, places[tiles].flatten(), values.flatten())
 
 
 @torch.no_grad()
@@ -340,10 +345,7 @@ def fp4_row_to_fp8_col(
         codes = _fp4_to_fp8_codes(rows.take(packed, source, piece), shift, nan)
         tiles = slice(piece.start // TILE_ROWS, piece.stop // TILE_ROWS)
         store_tiles(codes, runs[tiles], q)
-        if places is None:
-            store_tile_scales(target, MXFP4_BLOCK, out_scales[:, tiles])
-        else:
-            _store_block_scales(target, places[tiles], out_scales)
+        _store_scales(target, MXFP4_BLOCK, tiles, places, out_scales)
     return result
 
 
@@ -407,8 +409,5 @@ def fp8_row_to_fp8_col(
         shifted = table.index_select(0, entry.view(-1)).view(-1, groups * FP8_GROUP)[:, :k]
         tiles = slice(piece.start // TILE_ROWS, piece.stop // TILE_ROWS)
         store_tiles(shifted.contiguous(), runs[tiles], out_q)
-        if places is None:
-            store_tile_scales(target, FP8_GROUP, out_scales[:, tiles])
-        else:
-            _store_block_scales(target, places[tiles], out_scales)
+        _store_scales(target, FP8_GROUP, tiles, places, out_scales)
     return result
